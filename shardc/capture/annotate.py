@@ -40,8 +40,8 @@ def model_name(name: str) -> str:
 def annotate(
     gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str], stored: Mapping[str, torch.dtype]
 ) -> None:
-    """Gives every node its `Info` (name, value, origin) and the output node the `Role` of each output; nodes of the op
-    ``shardc::tag`` become calls of `ops.tag`.
+    """Gives every node of a traced graph its `Info` (name, value, origin), and the output node the `Role` of each
+    output. Nodes of the op ``shardc::tag`` become calls of the marker op `ops.tag`.
 
     Args:
         inputs: the name of each tensor input.
@@ -111,8 +111,8 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
 
 
 def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
-    """Merges the placeholders of a tensor that has several names into that of its first name, and adds up its
-    gradients.
+    """Merges the placeholders of a tensor with several names: one placeholder, that of its first name, remains. The
+    gradients of the others are added to its gradient.
     """
     output = ir.output_node(graph)
     placed: dict[aot.AOTInput, fx.Node] = {}
@@ -134,7 +134,9 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
 
 
 def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
-    """Return the descriptor ``desc`` of an input or output, by the first name of its parameter or buffer."""
+    """Return AOTAutograd's descriptor ``desc`` of an input or output with the name in it replaced by the first name of
+    that parameter or buffer.
+    """
     if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
         return replace(desc, target=first[desc.target])
     for place in ("grad_of", "mutated_input", "base"):
@@ -144,8 +146,8 @@ def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
 
 
 def _drop_output_tags(graph: fx.Graph) -> set[aot.AOTOutput]:
-    """Removes the tag ops of outputs; returns AOTAutograd's descriptors of outputs that are the same tensor as an
-    earlier one.
+    """Removes the tag ops that mark the model's outputs. Returns the descriptors (AOTAutograd's) of outputs that are
+    the same tensor object as an earlier output.
     """
     output = ir.output_node(graph)
     duplicates: set[aot.AOTOutput] = set()
@@ -159,7 +161,9 @@ def _drop_output_tags(graph: fx.Graph) -> set[aot.AOTOutput]:
 
 
 def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that the forward outputs depend on, including gradients that the model itself computes."""
+    """Return the nodes that forward must compute: all ancestors of its outputs. Gradients that the model itself
+    computes may be among them.
+    """
     needed = {node for role, node in ir.outputs(graph) if role.kind != "grad" and isinstance(node, fx.Node)}
     for node in reversed(graph.nodes):
         if node in needed:
@@ -168,7 +172,8 @@ def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[fx.Node]) -> None:
-    """Moves ``needed``, the nodes that forward outputs depend on, before ``backward_from``, the first node of backward.
+    """Moves the nodes in ``needed``, on which forward outputs depend, in front of ``backward_from``, the first node of
+    backward.
 
     AOTAutograd puts views of mutated tensors last.
     """
@@ -207,8 +212,8 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
 
 
 def _scaled_rows(name: str, result: fx.Node) -> str | None:
-    """Return how to mend an in-place change of parameter ``name`` by an embedding's ``max_norm``; None for other
-    changes.
+    """Return what the user should write instead of an embedding's ``max_norm``, which changes the parameter ``name`` in
+    place. None if something else changes it.
 
     ``result`` is the node that computes the new parameter.
     """
@@ -222,7 +227,9 @@ def _scaled_rows(name: str, result: fx.Node) -> str | None:
 
 
 def _drop_effects(graph: fx.Graph) -> None:
-    """Drops ops that have effects only (checks, prints), and the effect tokens that order them."""
+    """Drops ops that are there for their side effects only (checks, prints), and the tokens by which torch orders such
+    ops.
+    """
     for node in reversed(list(graph.nodes)):
         token = isinstance(node.meta.get("desc"), aot.ForwardTokenAOTInput | aot.BackwardTokenAOTInput)
         picked = node.target is getitem and node.args[0].target is _WITH_EFFECTS
@@ -231,8 +238,8 @@ def _drop_effects(graph: fx.Graph) -> None:
 
 
 def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
-    """Return the first node that depends on a tangent, or comes from autograd, and is not ``needed`` by a forward
-    output.
+    """Return the first node of the backward: it depends on a tangent or comes from autograd, and no forward output
+    needs it (``needed`` has the nodes that they need).
 
     None if there is none.
     """
@@ -251,8 +258,8 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
 
 
 def _input_role(desc: aot.AOTInput, inputs: Sequence[str]) -> Role:
-    """Return the `Role` of a placeholder (parameter, buffer, tangent or input) by AOTAutograd's descriptor of it;
-    ``inputs``: the name of each tensor input.
+    """Return the `Role` (parameter, buffer, tangent or input) of a placeholder, given AOTAutograd's descriptor of it.
+    ``inputs`` has the name of each tensor input.
     """
     if isinstance(desc, aot.ParamAOTInput):
         return Role("param", model_name(desc.target))
@@ -268,8 +275,8 @@ def _input_role(desc: aot.AOTInput, inputs: Sequence[str]) -> Role:
 
 
 def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
-    """Return the `Role` of an output (model output, gradient or buffer) by AOTAutograd's descriptor of it; None if the
-    program does not return it.
+    """Return the `Role` (model output, gradient or buffer) of an output, given AOTAutograd's descriptor of it. None if
+    a program does not return it.
     """
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
@@ -285,8 +292,8 @@ def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
 
 
 def _inner_output_role(desc: aot.SubclassGetAttrAOTOutput, inputs: Sequence[str]) -> Role | None:
-    """Return the `Role` of an inner tensor of a wrapper subclass, None if it is not returned; CaptureError if the
-    subclass is a model output.
+    """Return the `Role` of an output that is an inner tensor of a wrapper subclass. None if a program does not return
+    it; CaptureError if the wrapper is an output of the model.
     """
     outer = _output_role(desc.base, inputs)
     if outer is not None and outer.kind == "output":
@@ -303,7 +310,7 @@ def _output_index(desc: aot.AOTOutput) -> int:
 
 
 def _output_name(desc: aot.AOTOutput) -> str:
-    """Return the name that an output of the model gets by its position: "out", "out.1" and so on."""
+    """Return the name of a model output, which follows from its position: "out", "out.1" and so on."""
     return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
 
 
@@ -321,7 +328,8 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """Return the fields of an `Origin` that ``node`` is annotated with: ``region``, ``policy`` and ``chunk_rows``.
+    """Return three fields of an `Origin` that the trace noted on ``node``, if it did: ``region`` (its checkpoint
+    region), ``policy`` and ``chunk_rows``.
 
     Checkpoint regions are numbered from 1 in the order of the calls; ``policy`` is "must_save" if that of the region
     saves the result. `shardc.capture.replacements` annotates ``chunk_rows``.
@@ -336,7 +344,7 @@ def _region(node: fx.Node) -> dict[str, Any]:
 
 
 def _stem(node: fx.Node, module: str = "") -> str:
-    """Return the name of the op of ``node``, as ``module.op`` if a ``module`` is given."""
+    """Return the name of a node's op, without namespace and overload, or ``module.op`` if a ``module`` is given."""
     target = node.target
     name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
     name = name or target.overloadpacket.__name__

@@ -279,12 +279,14 @@ _RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS, _WITHIN_FUNC, _SELECT
 
 
 def is_explained(error: Exception) -> bool:
-    """Return whether an ``error`` of a trace is in `REFUSALS`."""
+    """Return whether `REFUSALS`, the table of known messages, explains an ``error`` of a trace."""
     return any(re.search(form, str(error)) for form, *_ in REFUSALS)
 
 
 def may_run(error: Exception) -> bool:
-    """Return whether code that Dynamo refuses with ``error`` may be traced by running it on fake tensors."""
+    """Return whether a model that Dynamo refuses with ``error`` may instead be captured by running it on fake
+    tensors.
+    """
     text = str(error)
     if not isinstance(error, TorchDynamoException) or re.search(rf"{LOSS_GAVE}|Found <class", text):
         return False
@@ -301,7 +303,8 @@ def capture_error(
     inputs: Sequence[tuple[str, Tensor]] = (),
     uncast: tuple[str, str] = ("", ""),
 ) -> CaptureError:
-    """Return the `CaptureError` for an ``error`` that a trace of ``model`` raised.
+    """Return the `CaptureError` that explains an ``error`` from a trace of ``model``: the reason, the user's line and a
+    fix.
 
     Args:
         inputs: (name, example) of each tensor input.
@@ -401,7 +404,9 @@ _ROWS = "; if rows go to experts here, write one expert as a function under @sha
 
 
 def line_with(text: str, model: nn.Module) -> str | None:
-    """Return ``file:line`` of the first line with ``text`` in the forward of a module of ``model``, or None."""
+    """Return ``file:line`` of the first line with ``text`` in a module's forward, over all modules of ``model``; None
+    if there is none.
+    """
     for module in model.modules():
         with suppress(OSError, TypeError):  # no source
             lines, first = inspect.getsourcelines(type(module).forward)
@@ -412,7 +417,9 @@ def line_with(text: str, model: nn.Module) -> str | None:
 
 
 def _layer_drops(model: nn.Module) -> list[str]:
-    """Return the names of the nonzero LayerDrop rates in the configs of ``model`` and of the modules in it."""
+    """Return the names of the config entries for LayerDrop (random skipping of layers) that are not 0, in the configs
+    of ``model`` and its modules.
+    """
     configs = [vars(module).get("config") for module in model.modules()] if model.training else []
     rates = chain.from_iterable(getattr(config, "__dict__", {}).items() for config in configs)
     return list(dict.fromkeys(name for name, rate in rates if "layerdrop" in name and rate))
@@ -425,8 +432,8 @@ def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: PyTree, is_loss: bool) -> None:
-    """Raises ValueError, in the trace, if ``out`` is no real scalar tensor although it is the loss, or if it has no
-    tensor or a value of an unknown class.
+    """Raises ValueError if a model cannot be traced with the result ``out``: a loss must be a real scalar tensor, and a
+    result must have a tensor and only values of known classes.
     """
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
@@ -441,8 +448,8 @@ def check_result(out: PyTree, is_loss: bool) -> None:
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
-    """Raises CaptureError for a product of mixed dtypes, which fake tensors accept and kernels do not; ``uncast``:
-    (further cause, fix), or empty texts.
+    """Raises CaptureError if a matrix product has operands of different dtypes, which fake tensors accept and kernels
+    do not. ``uncast`` is the result of `Dtypes.uncast`: (further cause, fix).
     """
     for node in graph.nodes:
         if node.target in _PRODUCTS:
@@ -481,7 +488,7 @@ COLLECTIVES = ("c10d_functional", "_c10d_functional")  # namespaces of collectiv
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
-    """Raises CaptureError for a higher-order op or a collective."""
+    """Raises CaptureError if the traced graph has a higher-order op or calls a collective."""
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") in COLLECTIVES:
             raise CaptureError(

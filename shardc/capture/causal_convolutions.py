@@ -1,4 +1,5 @@
-"""Causal convolutions in Dynamo's graph that pad both ends and cut off the end, rewritten to pad the front only.
+"""Rewrites causal convolutions in Dynamo's graph. A model may pad both ends of the sequence and cut off the end of the
+result; rewritten, it pads the front only.
 
 ``conv(x, padding=k - 1)[..., :length]`` is ``conv(pad(x, (k - 1, 0)))``. Values in between then keep the size of the
 sequence, so that a split sequence stays split (pass `Windows`), and what is cut off is not computed.
@@ -25,7 +26,8 @@ _POINTWISE_METHODS = frozenset(
 
 
 def pad_at_the_begin(gm: fx.GraphModule) -> None:
-    """Rewrites the causal convolutions of one dim in ``gm`` that pad both ends to pad the front only.
+    """Rewrites causal convolutions (over one dim) in ``gm`` that pad both ends of the sequence, so that they pad the
+    front only.
 
     All uses of the result must slice it to the first ``length`` elements, maybe after transposes and pointwise
     functions.
@@ -37,7 +39,9 @@ def pad_at_the_begin(gm: fx.GraphModule) -> None:
 
 
 def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
-    """Rewrites the convolution ``conv`` and its slices; leaves it if it is not causal."""
+    """Rewrites the convolution ``conv`` to pad the front only, and removes the slices that cut off its end. Changes
+    nothing if it is not causal.
+    """
     arguments = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight = _shape(arguments["input"]), _shape(arguments["weight"])
     stride, padding, dilation = (_number(arguments.get(name, default)) for name, default in
@@ -64,7 +68,7 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
 
 
 def _named(node: fx.Node, *names: str) -> dict[str, Any]:
-    """Return the arguments of a call by name, given the names of the positional ones."""
+    """Return name -> argument of a call. ``names`` are the names of the positional parameters."""
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -75,14 +79,14 @@ def _shape(node: object) -> Sequence[Any] | None:
 
 
 def _number(x: object) -> int | None:
-    """Return a number, or the only one of a tuple; None for others (``padding="same"``)."""
+    """Return ``x`` if it is a number, or the number in a tuple of one. None for anything else (``padding="same"``)."""
     x = x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
     return x if isinstance(x, int) else None
 
 
 def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | None:
-    """Return (user, dim) of all users of ``node`` if each slices ``dim`` to its first ``length`` elements; None
-    if something else reads it.
+    """Return the calls that cut off the end of ``node``, each as (call, dim that it slices to ``length`` elements).
+    None if anything reads the end.
     """
     out: list[tuple[fx.Node, int]] = []
     shape = _shape(node)
@@ -104,8 +108,8 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
 
 
 def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
-    """Return the position of ``dim``, one of ``rank`` dims, after ``user``, a transpose or a pointwise function of one
-    tensor; None for other calls.
+    """Return where ``user``, a transpose or a pointwise function, has dim ``dim`` of its operand in its result. None
+    for other calls; ``rank`` is the operand's number of dims.
     """
     if user.target in _POINTWISE or user.op == "call_method" and user.target in _POINTWISE_METHODS:
         return dim if len(user.all_input_nodes) == 1 else None
@@ -125,8 +129,8 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
 
 
 def _begins(user: fx.Node, dim: int, rank: int) -> bool:
-    """Return whether ``user`` is a slice of its operand of ``rank`` dims that takes ``dim`` from element 0 on, without
-    steps.
+    """Return whether ``user`` is a slice that takes ``dim`` of its operand from element 0 on, with step 1. ``rank`` is
+    the operand's number of dims.
     """
     if user.op == "call_method" and user.target == "narrow" and len(user.args) == 4:
         return user.args[1] in (dim, dim - rank) and user.args[2] == 0
@@ -135,7 +139,9 @@ def _begins(user: fx.Node, dim: int, rank: int) -> bool:
 
 
 def _index(user: fx.Node, rank: int) -> list[slice] | None:
-    """Return the slice of each dim of an index of slices; None for others."""
+    """Return one slice per dim if ``user`` indexes its operand by slices only (``x[:, 2:]``), else None. ``rank`` is
+    the operand's number of dims.
+    """
     if user.target is not operator.getitem:
         return None
     index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)

@@ -1,4 +1,5 @@
-"""Checkpoints that Dynamo does not trace, as calls of `torch.utils.checkpoint.checkpoint`, which it does.
+"""Rewrites forms of activation checkpointing that Dynamo cannot trace as calls of `torch.utils.checkpoint.checkpoint`,
+which it can.
 
 - The composable ``checkpoint(module)`` is a pair of hooks, which run a generator around forward.
 - ``checkpoint_sequential`` is among the functions that Dynamo skips; its code can be traced.
@@ -32,7 +33,9 @@ _MODULE = checkpoint_activation.__name__
 
 @contextmanager
 def sequential_traced() -> Iterator[None]:
-    """Context manager in which Dynamo traces ``checkpoint_sequential``, and the functions that it calls in its file."""
+    """Context manager in which Dynamo traces torch's ``checkpoint_sequential`` and its helper functions, which it
+    otherwise skips.
+    """
     inlined = trace_rules.get_mod_inlinelist()
     new = {Path(checkpoint_sequential.__code__.co_filename).with_suffix("").as_posix()} - inlined
     inlined |= new
@@ -43,8 +46,8 @@ def sequential_traced() -> Iterator[None]:
 
 
 def _refused(*args: PyTree) -> None:
-    """Makes Dynamo stop with the reason "CheckpointFunction.apply"; replaces ``CheckpointFunction.forward`` where
-    Dynamo traces its file.
+    """Stops Dynamo's trace with the reason "CheckpointFunction.apply". Replaces ``CheckpointFunction.forward`` (the
+    reentrant checkpoint) in a trace.
     """
     torch._dynamo.graph_break(msg="CheckpointFunction.apply")
 
@@ -55,8 +58,8 @@ _call = CheckpointHigherOrderVariable._call_function
 def _call_with_function(
     self: CheckpointHigherOrderVariable, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """Calls Dynamo's handler of a checkpoint and returns its result; a ``context_fn`` that is defined in forward, or
-    that is a method, is passed as a plain function.
+    """Traces a checkpoint call by Dynamo's own handler and returns its result. A ``context_fn`` that Dynamo refuses (a
+    method, or defined in forward) is first replaced by a plain function.
     """
     context_fn = kwargs.get("context_fn")
     if isinstance(context_fn, NestedUserFunctionVariable | UserMethodVariable):
@@ -65,7 +68,9 @@ def _call_with_function(
 
 
 def _plain(context_fn: NestedUserFunctionVariable | UserMethodVariable) -> FunctionType:
-    """Returns the plain function of the traced ``context_fn``; raises Unsupported if it closes over values."""
+    """Returns a plain function that does what ``context_fn``, a variable of Dynamo's trace, does. Raises Unsupported if
+    the function closes over traced values.
+    """
     if isinstance(context_fn, UserMethodVariable) and hasattr(context_fn.obj, "value"):
         method = MethodType(context_fn.fn, context_fn.obj.value)
         return cast(FunctionType, lambda: method())
@@ -79,8 +84,8 @@ _partition_step = HopJointGraph.partition
 
 
 def _partition(self: HopJointGraph, *args: Any, **kwargs: Any) -> HopPartitionedGraph:
-    """Returns the step of a scan, cut into forward and backward as torch does, without the marks that a checkpoint
-    around the scan left on the step's ops.
+    """Cuts the step of a scan into forward and backward as torch does, and returns both. First it removes the marks of
+    a checkpoint around the scan from the step's ops.
     """
     for node in self.joint_gm.graph.nodes:
         node.meta.pop("recompute", None)
@@ -97,7 +102,9 @@ OTHER_FORMS: tuple[tuple[object, str, object], ...] = (
 
 
 def composed(module: nn.Module) -> dict[str, object]:
-    """Return name -> value of attributes that replace the composable checkpoint of ``module``; {} if it has none."""
+    """Return name -> value of the attributes that ``module`` needs in a trace in place of torch's composable
+    ``checkpoint``; {} if the module does not use it.
+    """
     before = _composable_hook(module._forward_pre_hooks)
     if before is None:
         return {}
@@ -121,7 +128,7 @@ def _checkpointed(forward: Callable[..., PyTree], context_fn: Callable[..., Any]
 
 
 def _composable_hook(hooks: dict[int, Any]) -> FunctionType | None:
-    """Return the hook that torch's composable ``checkpoint`` registered; None if there is none."""
+    """Return the hook in ``hooks`` that torch's composable ``checkpoint`` registered; None if there is none."""
     return next((x for x in hooks.values() if getattr(x, "__module__", "") == _MODULE), None)
 
 

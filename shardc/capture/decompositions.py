@@ -51,8 +51,8 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replaces ``as_strided`` ops of a traced graph by permutations and indices; CaptureError if one reads outside of
-    the tensor's elements.
+    """Replaces the ``as_strided`` ops of a traced graph by permutations and indices. CaptureError if one reads memory
+    that holds no element of its tensor.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
     if not nodes:
@@ -69,8 +69,8 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def numbers_as_tensors(graph: fx.Graph) -> None:
-    """Replaces casts of numbers in a traced graph, which ``vmap`` leaves there for ``x / 2``, by ops that make a
-    tensor.
+    """Replaces dtype casts of plain numbers in a traced graph by ops that make a tensor. Such casts come from ``vmap``
+    of code like ``x / 2``.
     """
     for node in graph.find_nodes(op="call_function", target=CAST):
         if not isinstance(node.args[0], fx.Node):
@@ -109,7 +109,9 @@ class _Elements:
             )
 
     def insert_read(self) -> fx.Node:
-        """Inserts ops that read the elements; returns the node that has them in the shape of the op's result."""
+        """Inserts ops that read the elements. Returns the node of the result, which has the shape of the op's
+        result.
+        """
         if not prod(self.size):
             return self._call(aten.new_empty.default, self.base, self.size)
         order = self._through_all()
@@ -119,7 +121,7 @@ class _Elements:
         return self._permuted(flat, _inverse(order))
 
     def insert_write(self) -> fx.Node:
-        """Inserts ops that write ``src`` to the elements; returns the node of the base after that."""
+        """Inserts ops that write ``src`` to the elements. Returns the node of the base after the write."""
         assert self.source is not None
         if not prod(self.size):
             return self.tensor
@@ -134,7 +136,9 @@ class _Elements:
         return result
 
     def _through_all(self) -> list[int] | None:
-        """Return the op's dims, the largest stride first, if it reads each element of the base once; else None."""
+        """Return the op's dims in order of stride, the largest first, if the op reads each element of the base exactly
+        once. Else return None.
+        """
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
         wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
@@ -142,7 +146,9 @@ class _Elements:
         return order if whole and [step for _, step in steps] == wanted else None
 
     def _positions(self) -> fx.Node:
-        """Return a node of an int64 tensor of the op's sizes: the index of each element in the base's storage."""
+        """Insert ops that compute, for each element that the op reads or writes, its index in the base's storage
+        (int64). Return the last node.
+        """
         device, positions = self.base.meta["val"].device, None
         for dim, (n, step) in enumerate(zip(self.size, self.stride, strict=True)):
             if n == 1:
@@ -156,15 +162,21 @@ class _Elements:
         return positions if not self.offset else self._call(aten.add.Tensor, positions, self.offset)
 
     def _flat(self, x: fx.Node) -> fx.Node:
-        """Return a node with one dim: the elements of ``x``, of the base's shape, in the order of the storage."""
+        """Insert ops that flatten ``x``, a tensor of the base's shape, in the order of the storage. Return the last
+        node.
+        """
         return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
 
     def _permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
-        """Return a node of ``x`` with its dims in ``order``."""
+        """Insert a permutation of the dims of ``x`` to ``order``, unless they are in that order already; return the
+        result's node.
+        """
         return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
 
     def _call(self, target: OpOverload, *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Inserts a call of ``target`` with the meta of the op, and its own fake value; returns its node."""
+        """Inserts a call of ``target`` and returns its node. It has the meta of the ``as_strided`` node, but its own
+        fake value.
+        """
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
         fakes = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
@@ -203,8 +215,8 @@ Hidden: TypeAlias = "Tensor | tuple[Tensor, Tensor]"  # for an LSTM (hidden, cel
 def _layer(
     input: Tensor, hidden: Hidden, params: Sequence[Tensor], has_biases: bool, hidden_fn: str, reverse: bool = False
 ) -> tuple[Tensor, Hidden]:
-    """Computes one direction of one layer of an RNN, GRU or LSTM: returns (outputs [time, batch, out], last state) for
-    ``input`` [time, batch, in].
+    """Computes one direction of one layer of an RNN, GRU or LSTM on ``input`` [time, batch, in]. Returns (outputs
+    [time, batch, out], last state).
     """
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w_input, w_state, *rest = params
@@ -234,8 +246,8 @@ def _layers(
     input: Tensor, hidden: Sequence[Hidden], params: Sequence[Sequence[Tensor]], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., tuple[Tensor, Hidden]],
 ) -> tuple[Tensor, list[Hidden]]:  # fmt: skip
-    """Computes all layers of an RNN, GRU or LSTM; returns (outputs, last states). Unlike torch's decomposition it
-    applies the dropout between layers.
+    """Computes all layers of an RNN, GRU or LSTM; returns (outputs, last states). Dropout is applied between layers,
+    which torch's decomposition does not do.
     """
     input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
     for at in range(0, num_layers * ways, ways):
@@ -296,7 +308,7 @@ def _mean(
 def _var_mean(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (variance, mean) over ``dim``, by two sums."""
+    """Return (variance, mean) of ``x`` over ``dim``. Both are computed by sums, whose sharding rules are exact."""
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
     mean = aten.div.Tensor(aten.sum.dim_IntList(x, dims, True), count)
@@ -310,7 +322,7 @@ def _var_mean(
 def _var(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    """Return the variance over ``dim``; see `_var_mean`."""
+    """Return the variance of ``x`` over ``dim``, computed by `_var_mean`."""
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
@@ -331,7 +343,9 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
-    """Computes a convolution without its bias, then adds the bias: each rank with a partial sum would add it again."""
+    """Computes a convolution without its bias, then adds the bias. Otherwise each rank with a partial sum would add the
+    bias to it.
+    """
     if bias is None:
         return NotImplemented
     product = aten.convolution.default(x, weight, None, *geometry)
@@ -343,7 +357,9 @@ def _convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients (input, weight, bias), the last as a separate sum; NotImplemented if the bias needs none."""
+    """Return the gradients of a convolution's (input, weight, bias). The bias's gradient is a sum by itself;
+    NotImplemented, which keeps the op whole, if no bias gradient is wanted.
+    """
     if not output_mask[2]:
         return NotImplemented
     over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
@@ -358,8 +374,8 @@ def _convolution_backward(
 def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
 ) -> Tensor:
-    """Computes the gradient of ``x`` by comparing targets with class numbers: that can be sharded over classes, unlike
-    a scatter.
+    """Computes the gradient of ``x`` by comparing the targets with all class numbers. Unlike a scatter, that can be
+    sharded over classes.
     """
     at = 0 if x.ndim < 2 else 1
     shape = [-1] + [1] * (x.ndim - at - 1)
@@ -403,7 +419,7 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 
 def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
-    """Computes padding with a constant, where negative widths become slices: torch's kernel takes symbolic sizes for
+    """Computes padding with a constant. Negative widths become slices, because torch's kernel takes symbolic sizes for
     positive widths only.
     """
     if all(width >= 0 for width in pad):
@@ -417,8 +433,8 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Computes a write of one value under a boolean mask by ``where``, whose shapes do not depend on the mask; returns
-    NotImplemented for other writes.
+    """Computes ``x[mask] = number`` by ``where``, whose shapes do not depend on the mask. Returns NotImplemented for
+    other writes.
     """
     indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
@@ -431,8 +447,8 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 def _zeros(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
-    """Computes ``_efficientzerotensor``, autograd's zero gradient without memory, by ``full``: views of it would have
-    no device.
+    """Replaces ``_efficientzerotensor`` (autograd's zero gradient without memory) by ``full``, because views of such a
+    tensor would have no device.
     """
     return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
 
@@ -440,12 +456,14 @@ def _zeros(
 def _full_like(
     x: Tensor, value: float, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
-    """Computes ``full_like`` as a ``full``, which depends on no tensor."""
+    """Computes ``full_like`` by ``full``, which does not read ``x``."""
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients (of ``v``, of ``g``) in ``v g / norms``; the norms are over all dims except ``dim``."""
+    """Return the gradients of (``v``, ``g``) in the weight norm ``v g / norms``. ``norms`` are those of ``v`` over all
+    dims except ``dim``.
+    """
     over = [d for d in range(v.ndim) if d != dim % v.ndim]
     along = aten.div.Tensor(aten.sum.dim_IntList(aten.mul.Tensor(grad, v), over, True), norms)
     across = aten.sub.Tensor(grad, aten.mul.Tensor(v, aten.div.Tensor(along, norms)))
@@ -453,7 +471,9 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
 
 
 def _lu(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (LU, pivots): of the transpose if ``a`` is row-major in the trace, as the backward formulas expect."""
+    """Return (LU, pivots) of ``a``, or of its transpose if ``a`` is row-major in the trace. The formulas of the
+    backward expect that.
+    """
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
     return lu, pivots
 
@@ -506,14 +526,14 @@ OWN: dict[OpOverload, Callable[..., object]] = {
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
-    """Computes dropout as ``native_dropout``; returns ``x`` itself where nothing is dropped."""
+    """Computes dropout by ``native_dropout``, but returns ``x`` itself where nothing is dropped."""
     return aten.native_dropout.default(x, p, train)[0] if train and p != 0 else x
 
 
 @contextmanager
 def eager_dropout() -> Iterator[None]:
-    """Context manager in which dropout that drops nothing returns its input, as eager kernels do; torch
-    traces a copy.
+    """Context manager in which a dropout that drops nothing returns its input, as in eager mode. (torch's traces return
+    a copy.)
     """
     op = aten.dropout.default
     kernels = dict.fromkeys((torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd), _dropout)

@@ -38,7 +38,9 @@ class ModuleDtypes:
 
 
 class ModulePolicy(Protocol):
-    """Dtypes that a plan gives a module: a `shardc.plan.entries.Precision`, which cannot be imported here."""
+    """Protocol of the dtypes that a plan gives a module, as `shardc.plan.entries.Precision` has them. That class cannot
+    be imported here.
+    """
 
     @property
     def param(self) -> torch.dtype | None: ...
@@ -52,13 +54,15 @@ class ModulePolicy(Protocol):
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The compute dtypes of a model's modules, by path; other modules are unchanged."""
+    """The compute dtypes of a model's modules: (path, `ModuleDtypes`) pairs. Modules that are not listed are
+    unchanged.
+    """
 
     modules: tuple[tuple[str, ModuleDtypes], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, policy: Callable[[str], ModulePolicy], scaled: Callable[[str], str]) -> Dtypes:
-        """Return the dtypes that a plan gives the modules of ``model``.
+        """Collect the dtypes that a plan gives the modules of ``model``, from two functions of a module's path.
 
         Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children of
         containers). Results are cast at the outermost modules.
@@ -83,18 +87,18 @@ class Dtypes:
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Repeats) -> Dtypes:
-        """Return these dtypes for the shortened model, which has the first blocks of each run in ``repeats`` only."""
+        """Return the same dtypes for a shortened model, which has only the first blocks of each run of ``repeats``."""
         named = [(repeats.short(path), dtypes) for path, dtypes in self.modules]
         return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:
-        """Return path relative to ``block`` -> dtypes, for the modules in ``block``."""
+        """Return the dtypes of the modules in the module ``block``: path relative to ``block`` -> dtypes."""
         named = [(name_in(path, block), dtypes) for path, dtypes in self.modules]
         return {name: dtypes for name, dtypes in named if name is not None}
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
-        """Return (error text, fix) for buffers that stay in a dtype that no parameter is cast to; ("", "") if there are
-        none.
+        """Explain a possible mix of dtypes: return (error text, fix) about a buffer that keeps a dtype to which no
+        parameter is cast. ("", "") if there is no such buffer.
         """
         by_path = dict(self.modules)
         params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
@@ -115,7 +119,9 @@ class Dtypes:
 
     @contextlib.contextmanager
     def cast(self, model: nn.Module) -> Iterator[None]:
-        """Context manager in which hooks cast the arguments and results of the modules of ``model``."""
+        """Context manager in which hooks on the modules of ``model`` cast their arguments and results to these
+        dtypes.
+        """
         with contextlib.ExitStack() as stack:
             for path, dtypes in self.modules:
                 module = model.get_submodule(path)
@@ -141,7 +147,9 @@ def _cast_results(dtype: torch.dtype) -> Callable[..., PyTree]:
 
 
 def _floats_to(dtype: torch.dtype, tree: PyTree) -> PyTree:
-    """Return ``tree`` with floating-point tensors in ``dtype``; a container in which nothing changes is not copied."""
+    """Return ``tree`` (a pytree) with its floating-point tensors cast to ``dtype``. A container in which nothing
+    changes is returned as it is.
+    """
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype != dtype else tree
     if isinstance(tree, dict):

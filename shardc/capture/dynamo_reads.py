@@ -1,5 +1,5 @@
-"""Finds what a trace read (attributes, globals, lengths, types) in Dynamo's guards, and the storages of its outputs in
-Dynamo's graph.
+"""Finds what a trace read of Python (attributes, globals, lengths, types) in Dynamo's guards, and which memory its
+outputs have in Dynamo's graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ OF_LOSS = (
 def memories_of(
     traced: fx.GraphModule, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
 ) -> tuple[tuple[Memory, ...], dict[int, str]]:
-    """Return (the `Memory` of each output, storage -> name of the tensor that owns it), as `returned` takes them.
+    """Return (the `Memory` of each output, storage id -> name of the tensor that owns the storage), which are arguments
+    of `returned`.
 
     Dynamo's graph has the ops that one device runs; AOTAutograd's graph is functionalized.
 
@@ -68,7 +69,7 @@ def memories_of(
 
 
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
-    """Return (whether ``node`` is a view by ``as_strided``, whether torch refuses to change it in place).
+    """Return (whether ``node`` is a view made by ``as_strided``, whether torch refuses to change ``node`` in place).
 
     Torch refuses to change a view that a custom autograd function returns, and one whose elements share memory.
     """
@@ -92,7 +93,9 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Return whether elements of ``x`` may share memory: a stride is within the span of smaller strides."""
+    """Return whether two elements of ``x`` may share memory, which its strides tell: a stride is within the span of the
+    smaller ones.
+    """
     span = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if step <= span:
@@ -102,7 +105,7 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def _memory(node: fx.Node) -> int:
-    """Return the identity of the storage of ``node``: equal for tensors that share memory.
+    """Return an id of the storage of ``node``, equal for tensors that share memory.
 
     A tensor of a transform of ``torch.func`` has that of the tensor that it wraps.
     """
@@ -135,7 +138,8 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 @contextmanager
 def recorded() -> Iterator[list[CaptureOutput]]:
-    """Context manager that yields a list to which each trace in the block adds Dynamo's `CaptureOutput`.
+    """Context manager that yields a list. Each trace in the block adds Dynamo's `CaptureOutput`, from which `reads_of`
+    finds what it read.
 
     Also adds guards for absent dict keys and absent attributes that code looks up.
     """
@@ -169,7 +173,9 @@ def recorded() -> Iterator[list[CaptureOutput]]:
 
 
 def _wrapper_code(model: nn.Module) -> set[CodeType]:
-    """Return the code of the methods of wrapper subclasses (``__torch_dispatch__``), which Dynamo does not trace."""
+    """Return the code objects of the methods of wrapper subclasses in ``model`` (such as ``__torch_dispatch__``).
+    Dynamo does not trace them.
+    """
     tensors = (*model.parameters(), *model.buffers())
     classes = {type(inner) for x in tensors if is_wrapper(x) for inner in with_inner(x) if is_wrapper(inner)}
     members = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
@@ -184,8 +190,8 @@ def reads_of(
     states: Iterable[Read],
     graph_inputs: Collection[int],
 ) -> Reads:
-    """Return the `Reads` of a trace of ``loss(model(...))``: attributes, globals and their properties that it read, and
-    the given ``states`` of torch. ``graph_inputs`` has the ``id`` of each tensor that the traced graph takes.
+    """Return the `Reads` of a trace of ``loss(model(...))``: the attributes and globals that it read, and ``states``
+    (reads of torch's global state). ``graph_inputs`` has the ``id`` of each tensor that the traced graph takes.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or
@@ -246,8 +252,8 @@ def reads_of(
 
 
 def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> list[Change]:
-    """Return ``changes`` with Dynamo's names of objects replaced by those in ``reads``, except changes of globals of
-    torch and of libraries.
+    """Return the ``changes`` of Python state with their expressions rewritten from Dynamo's names to those of
+    ``reads``. Changes of globals of torch and of libraries are left out.
     """
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
@@ -260,8 +266,8 @@ def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> 
 
 
 def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: Any) -> str | None:
-    """Return a guard's expression ``text`` in terms of ``model``, ``loss`` and globals; None if it is about another
-    object.
+    """Rewrite ``text``, a guard's expression in Dynamo's names, in terms of ``model``, ``loss`` and globals
+    (``module('mine').ALPHA``). Return None if it is about another object.
 
     Args:
         imported: Dynamo's name of an imported module -> the module's name.
@@ -288,7 +294,9 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
 
 
 def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureError:
-    """Return the error for a read, ``text``, of a tensor that needs a gradient and is not a parameter of the model."""
+    """Return the error for code that reads a tensor (named ``text``) that needs a gradient and is no parameter of the
+    model.
+    """
     of_loss = text.startswith("loss")
     return CaptureError(
         f"{'the loss' if of_loss else 'forward'} reads {text}, a tensor of shape {list(value.shape)} that needs a "
@@ -303,13 +311,14 @@ def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureErro
 
 
 def _line(guard: Any) -> str | None:
-    """Return the line of the user's code (``file:line``) at which Dynamo installed ``guard``, or None."""
+    """Return ``file:line`` of the user's code that made Dynamo install ``guard``; None if it is not known."""
     frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
     return user_frame(frames) or None
 
 
 def _refuse_class_queries(model: nn.Module, codes: Iterable[CodeType]) -> None:
-    """Raises CaptureError if traced code names the class of a parameter or buffer, or a method that the class adds.
+    """Raises CaptureError if traced code asks for the user's own class of a parameter or buffer, or for a method that
+    this class adds.
 
     In the compiled copy, parameters and buffers of the user's own tensor classes are of torch's classes.
     """

@@ -1,4 +1,4 @@
-"""Scans of flipped sequences, as torch writes those that begin at the end: scans of the sequences in reverse order.
+"""Removes the flips around a scan that begins at the end of its sequences, by running the scan in reverse order.
 
 A flip moves each element of a sequence to another place, so to another rank if the sequence is split.
 """
@@ -14,19 +14,14 @@ aten = torch.ops.aten
 
 
 def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
-    """Remove flips of the sequences and of the results of ``scan``, in place; return whether the scan now has to run in
-    reverse, which holds if most sequences are flipped.
-
-    Changes ``operands`` and the uses of the scan's results in place.
+    """Remove flips around ``scan``, in place: of its sequences and of its results. Return whether the scan now has to
+    run in reverse, which it has to if most sequences were flipped.
 
     Args:
         outer: the graph of ``scan``, whose results are tensors.
-        scan: the scan.
-        operands: its operands: carries, sequences and the rest.
+        scan: the scan. The uses of its results are changed in place.
+        operands: its operands: carries, sequences and the rest. The list is changed in place.
         counts: numbers of carries and of sequences.
-
-    Returns:
-        Whether the scan now has to run from the last slice to the first.
     """
     carries, end = counts[0], sum(counts)
     sources = list(map(_unflipped, operands[carries:end]))
@@ -56,7 +51,7 @@ def _flips(node: fx.Node) -> bool:
 
 
 def _unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return (the source of ``node`` before any flips along dim 0, whether their number is odd)."""
+    """Return (the source of ``node`` before any flips along dim 0, whether ``node`` is the source flipped)."""
     flipped = False
     while _flips(node):
         source: Any = node.args[0]

@@ -29,7 +29,8 @@ _MARKS = torch.ops.shardc.tag.default
 
 
 def functions_as_ops(gm: fx.GraphModule) -> None:
-    """Replaces ``cond``, ``scan`` and ``while_loop`` in a traced graph, and in their functions, by ops that name these.
+    """Replaces ``cond``, ``scan`` and ``while_loop`` in a traced graph, and inside of their functions, by ops of shardc
+    that take the name of a registered `Function`.
 
     Raises:
         CaptureError: a function draws random numbers, has a collective or a constant tensor, or takes no tensors.
@@ -45,7 +46,9 @@ def functions_as_ops(gm: fx.GraphModule) -> None:
 
 
 def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
-    """Replace one higher-order op, of ``kind`` "cond", "scan" or "while_loop", by an op that names its functions."""
+    """Replace one higher-order op (``kind`` is "cond", "scan" or "while_loop") by an op of shardc. The op refers to the
+    functions by the name under which they are registered.
+    """
     arguments: Sequence[Any] = node.args
     if kind == "cond":
         predicate, *modules, operands = arguments
@@ -77,7 +80,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases ``node``, and what it is computed from, as far as nothing else uses it."""
+    """Erases ``node`` if nothing uses it, and then the nodes that it was computed from if nothing else uses these."""
     if node.op == "call_function" and not node.users:
         sources = node.all_input_nodes
         graph.erase_node(node)
@@ -86,7 +89,8 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx.Graph:
-    """Return the graph of ``gm``, a function of a higher-order op, in ops that such a function may have.
+    """Return the graph of ``gm``, a function that a higher-order op runs, rewritten with only the ops that such a
+    function may have.
 
     Args:
         node: the call of the higher-order op; None if there is none.
@@ -127,7 +131,8 @@ def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx
 
 
 def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: str) -> None:
-    """Replaces ``constant``, a get_attr of one number, by an op that makes it; CaptureError for another tensor.
+    """Replaces ``constant``, a get_attr node of a tensor with one number, by an op that makes that tensor. CaptureError
+    for any other tensor.
 
     ``node`` and ``kind`` are those of `graph_of_function`.
     """
@@ -144,15 +149,16 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: s
 
 
 def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
-    """Return the CaptureError ``what``, with this ``fix`` and the user's line of ``node``."""
+    """Return a CaptureError with the text ``what``, the user's line that ``node`` comes from, and the ``fix``."""
     return CaptureError(what, source=(line_of(node) if node else "") or calling_line(), fix=fix)
 
 
 def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Node], counts: tuple[int, int]) -> int:
-    """Hoists loop-invariant ops out of the step of a scan; returns the number of sequences that remain.
+    """Moves ops of a scan's step that are the same in all steps out of the loop. Returns the number of sequences that
+    the scan still reads.
 
-    Their results become further operands (the rest). Changed in place are the graph ``step``, ``operands`` and the uses
-    of the scan's results.
+    The results of such ops become further operands (the rest). Changed in place are the graph ``step``, ``operands``
+    and the uses of the scan's results.
 
     torch's scan saves for backward whatever its steps compute of weights, such as their transposes, once for each step.
 
@@ -196,7 +202,9 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
 
 
 def _repeated(node: fx.Node) -> fx.Node | None:
-    """Return the node that ``node`` repeats along dim 0, maybe flipped; None if it does not repeat one."""
+    """Return the node whose value ``node`` repeats along a new dim 0, with or without flips of that dim. None if
+    ``node`` does not repeat a value.
+    """
     while node.target is aten.flip.default and node.args[1] == [0]:
         (node, _) = node.args
     source: Any = node.args[0] if node.target is aten.expand.default else None
@@ -206,7 +214,8 @@ def _repeated(node: fx.Node) -> fx.Node | None:
 
 
 def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Copy ``node`` of a step, and the nodes that it is computed from, into ``outer``; return the copy.
+    """Copy ``node``, an op of a scan's step, into the graph ``outer`` around the scan, with the ops that it is computed
+    from. Return the copy.
 
     Args:
         env: node of the step -> its node in ``outer``; extended.
@@ -218,7 +227,9 @@ def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.N
 
 
 def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call of ``target`` into ``outer``, with the meta of ``scan`` and its own fake value; return its node."""
+    """Insert a call of ``target`` into the graph ``outer``; return its node. It has the meta of ``scan``, but its own
+    fake value.
+    """
     node = outer.call_function(target, args, kwargs)
     args, kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
     with scan.meta["val"][0].fake_mode:
@@ -227,8 +238,8 @@ def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[..., object]]) -> None:
-    """Replaces the marked gradients of while loops in a traced graph by ops, except where a step has loops
-    or branches.
+    """Replaces the gradients of while loops in a traced graph, where the trace has left a mark, by ops that compute
+    them. Loops whose step has loops or branches keep the mark.
     """
     for node in gm.graph.find_nodes(op="call_function", target=NO_GRADIENT):
         grads, _, results = node.args
@@ -247,14 +258,16 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
 
 
 def _copied(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return the value that ``x`` has after ``x.copy_(source)``: ``source`` in the dtype and shape of ``x``."""
+    """Replaces ``aten.copy`` by an op that autograd can differentiate: return ``source`` in the dtype and shape of
+    ``x``.
+    """
     return source.to(x.dtype).expand_as(x)
 
 
 def _gradient(
     step: fx.Graph, carries: int, loop: fx.Node, decompositions: Mapping[Any, Callable[..., object]]
 ) -> fx.Graph:
-    """Return the graph of the gradient of one step of a loop.
+    """Trace the gradient of one step of the while loop ``loop``; return its graph.
 
     Its arguments are the gradients of the step's results, the sums of gradients of the rest so far, the carries before
     the step, and the rest. It returns the gradients of the carries before the step, and the sums with its terms added.
@@ -267,7 +280,7 @@ def _gradient(
     run.recompile()
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of one step, given the arguments of the gradient's graph."""
+        """Compute the gradients of one step; arguments and results are those of the graph."""
         grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
 
         def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:

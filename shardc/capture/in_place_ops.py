@@ -1,4 +1,5 @@
-"""Custom ops that write to their arguments, as AOTAutograd functionalizes them: a call of the functional form.
+"""Functionalizes custom ops that write to their arguments: AOTAutograd then traces a call of the functional form, which
+returns the new values.
 
 torch's own form is a higher-order op on the memory that the arguments are views of. Here a view that is written is
 written back by the view's own inverse, so that a graph has the functional op (`shardc.custom_ops.functional_ops`) and
@@ -25,7 +26,8 @@ from shardc.ir.code import calling_line
 
 
 def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the functional form of ``op`` and writes its results back to the arguments; returns the results of ``op``.
+    """Replaces a call of ``op``, which writes to arguments, in a trace: calls its functional form, and assigns the new
+    values to the arguments. Returns what ``op`` returns.
 
     Raises:
         CaptureError: two written arguments share elements.
@@ -59,13 +61,15 @@ def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], k
 
 
 def _argument(op: Any, alias: Any, named: Mapping[str, Any]) -> Any:
-    """Return the argument (of those in ``named``) that ``op`` returns as the result with the alias info ``alias``."""
+    """Return the argument that ``op`` returns as one of its results. ``alias`` is the alias info of that result in the
+    op's schema; ``named`` has the arguments by name.
+    """
     sets = {argument.name: argument.alias_info for argument in op._schema.arguments if argument.alias_info is not None}
     return named[next(name for name, info in sets.items() if info.before_set & alias.before_set)]
 
 
 def _overlap(x: Any, y: Any) -> bool:
-    """Return whether two functional tensors share elements; True too where that cannot be told from their strides."""
+    """Return whether two functional tensors share elements. True also if their strides do not tell."""
     if x.elem.untyped_storage()._cdata != y.elem.untyped_storage()._cdata or not x.numel() or not y.numel():
         return False
     ends = [sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + a.storage_offset() for a in (x, y)]

@@ -1,4 +1,4 @@
-"""Lookups at all places of a dim, in order, written as the dim itself.
+"""Rewrites lookups that read all places of a dim in order (by ``arange``) as ops that have the dim itself.
 
 ``x[b, i]`` with ``b = arange(x.shape[0])[:, None]`` reads entries of each row in the order of the rows. As a lookup it
 leaves a pending sum where rows are split; written as a dim it does not. If ``i`` is another one for each row, as in
@@ -31,8 +31,8 @@ _VIEWS = (
 
 
 def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replaces lookups (and writes, their gradients) with an index ``arange(n)`` for a dim of size n by ops that have
-    that dim.
+    """Replaces lookups, and the writes that are their gradients, in which an index is ``arange(n)`` for a dim of size
+    n. The new ops have that dim.
     """
     for node in graph.nodes:
         if node.target in (*_READS, *_WRITES, SCATTER):
@@ -60,7 +60,8 @@ class _Index:
 
 
 class _Lookup:
-    """A lookup, or write, and which dims of its table the indices read in order: 0, 1, 2 and so on.
+    """One lookup in a table (``table[indices]``) or write to it. Knows which dims of the table the indices read in
+    order: 0, 1, 2 and so on.
 
     Attributes:
         by_place: for each index, whether it is an ``arange`` along a dim of the result.
@@ -93,8 +94,8 @@ class _Lookup:
             self.along = False
 
     def insert_read(self) -> fx.Node | None:
-        """Inserts the ops of the lookup; returns the node of its result, None if no index is an ``arange``
-        of its dim.
+        """Inserts ops that replace the lookup; returns the node of the result. None, and no ops, if no index is an
+        ``arange`` of its dim, or if an index is missing or is a mask.
         """
         if not self.plain or not any(self.by_place):
             return None
@@ -109,7 +110,7 @@ class _Lookup:
         return self._call(aten.expand.default, self._spread(x, ordered, rest), self.node.meta["val"].shape)
 
     def insert_write(self) -> fx.Node | None:
-        """Inserts the ops of the write; returns the node of its result, None where it stays as it is."""
+        """Inserts ops that replace the write; returns the node of the result. None if the write stays as it is."""
         scatters = self.node.target is SCATTER
         values: Any = self.node.args[2]
         table, adds = (None, True) if scatters else (self.node.args[0], self.node.args[3:4] == (True,))
@@ -154,21 +155,23 @@ class _Lookup:
         return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
 
     def _parts(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the table's dims as (those read in order, those with another index, those without an index)."""
+        """Return three lists of the table's dims: those read in order, those with another index, and those without an
+        index.
+        """
         indexed = range(len(self.indices))
         ordered = sorted((dim for dim in indexed if self.by_place[dim]), key=lambda dim: self.indices[dim].place or 0)
         others = [dim for dim in indexed if not self.by_place[dim]]
         return ordered, others, list(range(len(self.indices), len(self.table)))
 
     def _rest(self) -> list[int]:
-        """Return the dims of the broadcast indices along which no index is a range."""
+        """Return the dims of the broadcast indices that correspond to no dim that is read in order."""
         places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
         return [dim for dim in range(len(self.shape)) if dim not in places]
 
     def _entries(self, ordered: Sequence[int], other: int, rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Return the index for a ``gather`` along the table's dim ``other``.
+        """Insert ops that compute the index of a ``gather`` along the table's dim ``other``, and return the last node.
 
-        Its dims are those of the ranges (``ordered``), then ``rest`` as one dim, then ``tail``.
+        The index has the dims of the ranges (``ordered``), then ``rest`` as one dim, then ``tail``.
         """
         index, size = self.indices[other].node, self.table[other]
         if index.meta["val"].dtype != torch.int64:
@@ -189,7 +192,8 @@ class _Lookup:
         )
 
     def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Return ``x``, the result of a ``gather`` by `_entries`, with the dims of the lookup's result, in order.
+        """Insert ops that bring ``x``, the result of a ``gather`` by `_entries`, to the dims of the lookup's result,
+        and return the last node.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` as one dim, then the tail.
@@ -202,7 +206,8 @@ class _Lookup:
         return self._call(aten.permute.default, x, dims)
 
     def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
-        """Return ``x`` with the dims of the lookup's result, of size 1 along those over which it does not vary.
+        """Insert ops that bring ``x`` to the dims of the lookup's result, and return the last node. A dim over which
+        ``x`` does not vary has size 1.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` if there are other indices, then the tail.
@@ -218,7 +223,9 @@ class _Lookup:
         return x
 
     def _squeezed(self, others: Sequence[int], rest: Sequence[int]) -> list[fx.Node]:
-        """Return the indices of the table's dims ``others``, with the dims ``rest`` of the broadcast indices only."""
+        """Return the indices of the table's dims ``others``, reduced to the dims ``rest`` of the broadcast indices. The
+        indices do not vary over the other dims.
+        """
         out = []
         for dim in others:
             x = self.indices[dim].node
@@ -232,18 +239,18 @@ class _Lookup:
         return out
 
     def _scatter(self, sizes: Sequence[int], indices: Any, values: fx.Node) -> fx.Node:
-        """Insert the write of ``values`` at ``indices`` into zeros of ``sizes``, where equal indices add
-        up; return it.
+        """Insert zeros of shape ``sizes`` and a write that adds ``values`` to them at ``indices``; return the result's
+        node.
         """
         return self._call(aten.index_put.default, self._zeros(sizes, values), list(indices), values, True)
 
     def _zeros(self, sizes: Sequence[int], like: fx.Node) -> fx.Node:
-        """Insert a tensor of zeros of ``sizes``, with the dtype and device of ``like``; return it."""
+        """Insert a tensor of zeros of shape ``sizes``, with the dtype and device of ``like``; return its node."""
         value = like.meta["val"]
         return self._call(aten.full.default, list(sizes), 0, dtype=value.dtype, device=value.device)
 
     def _index(self, node: fx.Node, size: int) -> _Index:
-        """Return the `_Index` of ``node``, the index tensor of a table's dim of ``size``.
+        """Describe the index tensor ``node`` of a table's dim of ``size`` elements, as an `_Index`.
 
         The strides of the views that it is of its base say along which dims it varies.
         """
@@ -271,13 +278,15 @@ class _Lookup:
 
     @staticmethod
     def _is_range(node: fx.Node) -> bool:
-        """Return whether ``node`` is an ``arange`` from 0 by steps of 1."""
+        """Return whether ``node`` is an ``arange`` that counts 0, 1, 2 and so on."""
         start = 0 if node.target is aten.arange.default or node.target not in _ARANGE else node.args[0]
         steps = node.args[2:3] if node.target is aten.arange.start_step else ()
         return node.target in _ARANGE and start == 0 and steps in ((), (1,))
 
     def _holds_range(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a constant with the numbers of a range: Python's ``range``, or a list of them."""
+        """Return whether ``node`` is a constant tensor with the numbers 0, 1, 2 and so on, as made from a Python
+        ``range``.
+        """
         value = getattr(self.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
         if type(value) is not Tensor or value.is_meta or value.ndim != 1:
             return False
@@ -285,8 +294,8 @@ class _Lookup:
             return value.tolist() == list(range(len(value)))
 
     def _call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-        """Insert a call of ``target`` with the node's meta and its own fake value; return it, or the operand of an
-        identity.
+        """Insert a call of ``target`` and return its node, with the meta of the lookup and its own fake value. For a
+        call that would change nothing, return the operand.
         """
         if target is aten.permute.default and list(args[1]) == list(range(len(args[1]))):
             return args[0]

@@ -1,4 +1,4 @@
-"""Markers in a trace: of the activations that a plan names, and of experts.
+"""Marks values in a trace: the activations that a plan names, and the calls of experts.
 
 Experts of libraries are traced as the function of one expert, between markers (`shardc.custom_ops.expert_markers`).
 """
@@ -25,7 +25,7 @@ from shardc.custom_ops import expert_markers
 
 @dataclass(frozen=True)
 class Tag:
-    """An activation that is marked by `ops.tag` in the trace.
+    """An activation that the trace marks by the op `ops.tag`: one input or output of a module.
 
     Args:
         module: the module's qualified name.
@@ -39,7 +39,7 @@ class Tag:
 
     @property
     def name(self) -> str:
-        """Return the name in `ops.tag`: ``module.where.index``."""
+        """Return the name that the op `ops.tag` gives the activation: ``module.where.index``."""
         return f"{self.module}.{self.where}.{self.index}"
 
 
@@ -58,7 +58,9 @@ mark.register_autograd(
 
 @contextlib.contextmanager
 def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
-    """Context manager in which hooks pass the inputs and outputs that ``tags`` name through the op ``shardc::tag``."""
+    """Context manager in which hooks pass the module inputs and outputs in ``tags`` through the op ``shardc::tag``,
+    which marks them.
+    """
     modules = dict(root.named_modules())
     with contextlib.ExitStack() as stack:
         for tag in tags:
@@ -75,18 +77,18 @@ def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
 def _replace_inputs(
     tag: Tag, _module: nn.Module, args: PyTree, kwargs: dict[str, PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Return (args, kwargs) of a forward with the tagged input marked: a forward pre-hook."""
+    """Forward pre-hook that returns (args, kwargs) with the tagged input marked."""
     return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
 
 
 def _replace_output(tag: Tag, _module: nn.Module, _args: PyTree, output: PyTree) -> PyTree:
-    """Return the output of a forward with the tagged tensor marked: a forward hook."""
+    """Forward hook that returns the module's output with the tagged tensor marked."""
     return _replace(output, tag)
 
 
 def _replace(values: PyTree, tag: Tag) -> PyTree:
-    """Return ``values`` with one tensor, the ``tag.index``-th or the one under that key, passed through the op
-    ``shardc::tag``.
+    """Return ``values`` (the inputs or outputs of a module) with one tensor passed through the op ``shardc::tag``:
+    number ``tag.index`` of the tensors, or the one under that keyword.
 
     A dict subclass (an output of ``transformers``) is changed in place.
     """
@@ -107,8 +109,8 @@ def _replace(values: PyTree, tag: Tag) -> PyTree:
 
 
 def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Computes the experts of a ``transformers`` model as a function that takes the place of every
-    ``experts_implementation``.
+    """Computes the experts of a ``transformers`` module in a form that can be traced as the function of one expert. In
+    a trace it replaces every implementation of the library.
     """
     gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
     params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
@@ -133,7 +135,9 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
 
 
 def _interface(self: object, experts_implementation: str, default: object) -> Callable[..., Tensor]:
-    """Return `transformers_experts` for every ``experts_implementation``: replaces the lookup in ``transformers``."""
+    """Replaces the lookup of an expert implementation in ``transformers``: return `transformers_experts` for every
+    name.
+    """
     return transformers_experts
 
 
@@ -146,7 +150,7 @@ def other_forms() -> tuple[tuple[object, str, object], ...]:
 
 @contextmanager
 def patched(forms: Iterable[tuple[object, str, object]]) -> Iterator[None]:
-    """Context manager in which each patch of ``forms``, (owner, attribute name, replacement), is applied."""
+    """Context manager in which the patches ``forms`` are applied, each as (owner, attribute name, replacement)."""
     replacements = tuple(forms)
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
     try:

@@ -1,4 +1,5 @@
-"""Records states of torch that traced code reads, such as the default dtype or the grad mode: they become guards.
+"""Records which states of torch a trace reads, such as the default dtype or the grad mode. They become guards of the
+capture.
 
 If code reads a state by a call, Dynamo makes the result a constant. The grad mode may also be read from a computed
 tensor, by ``requires_grad`` or ``is_leaf``. Reads that cannot become a guard are refused.
@@ -51,8 +52,8 @@ _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as 
 
 @contextmanager
 def recorded_states() -> Iterator[set[Read]]:
-    """Context manager that yields a set to which a trace in the block adds, as `Read`, the states of torch and of the
-    process that it reads.
+    """Context manager that yields a set. A trace in the block adds a `Read` for each state of torch or of the process
+    that it reads, such as the default dtype.
 
     The grad mode counts if code outside of torch reads it: torch's own code computes the same in both modes.
     """
@@ -126,13 +127,15 @@ _PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map
 
 
 def _is_number_of_numpy(function: object) -> bool:
-    """Return whether a NumPy function maps numbers to a number, such as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
+    """Return whether ``function`` is a NumPy function that gives a number for numbers, such as ``np.prod`` and
+    ``np.sqrt``.
+    """
     return np is not None and (isinstance(function, np.ufunc) or function in (np.prod, np.sum, np.min, np.max, np.mean))
 
 
 def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradients: bool = True) -> list[object]:
-    """Return a list with one value number per output of a joint graph: outputs computed by the same ops from equal
-    operands have equal numbers, also in different graphs that share ``numbers``.
+    """Number the outputs of a joint graph by value: outputs that the same ops compute from equal operands have equal
+    numbers. Graphs that share ``numbers`` can be compared.
 
     Args:
         numbers: value of a node (op and operands) -> its number; extended.
@@ -170,7 +173,8 @@ _BY_MODE = (torch.set_grad_enabled, torch.inference_mode)
 
 
 class GradMode:
-    """Records the reads of the grad mode and of inference mode during a trace, as guards in ``reads``.
+    """Notes reads of the grad mode and of inference mode during a trace, in the set ``reads``, so that they become
+    guards.
 
     A computed tensor requires no gradient in inference mode, also under `torch.enable_grad`. A capture runs outside of
     that mode, so the answer is computed here. A read in a reentrant checkpoint is refused: one device runs its code
@@ -184,8 +188,8 @@ class GradMode:
         self._left = False  # whether forward entered inference_mode(False)
 
     def note(self, tx: InstructionTranslatorBase) -> bool:
-        """Adds the grad mode to the reads, and returns True; for a read in torch's own code returns False, and adds
-        nothing.
+        """Notes that the code being traced reads the grad mode, and returns True. For torch's own code it notes nothing
+        and returns False.
 
         Raises Unsupported in a reentrant checkpoint.
         """
@@ -198,8 +202,8 @@ class GradMode:
 
     @contextmanager
     def recorded_tensor_reads(self) -> Iterator[None]:
-        """Context manager in which Dynamo notes and answers reads of the grad mode that happen through tensors and
-        autograd contexts.
+        """Context manager in which reads of the grad mode through tensors (``requires_grad``) and autograd contexts are
+        noted, and answered as in the user's call.
         """
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
@@ -293,8 +297,8 @@ class GradMode:
             yield
 
     def _in_inference(self, name: str, answer: VariableTracker, view: bool) -> VariableTracker:
-        """Return ``answer``, Dynamo's value of a tensor's attribute ``name``, corrected for inference mode; ``view``:
-        the tensor is a view of a parameter, buffer or input.
+        """Correct ``answer``, Dynamo's value of a tensor's attribute ``name`` (``requires_grad``), for inference mode,
+        and return it. ``view`` says whether the tensor is a view of a parameter, buffer or input.
 
         A view of a parameter requires a gradient there too, so such a read is refused.
         """
@@ -316,19 +320,23 @@ def _is_view(this: TensorVariable, tx: InstructionTranslatorBase) -> bool:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """Return the identity of the storage of ``node``; None if it has no dense tensor."""
+    """Return an id of the storage of ``node``, equal for tensors that share memory; None if it has no dense tensor."""
     x = node.meta.get("example_value")
     return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
 
 
 def _require_grad(values: Sequence[object]) -> bool:
-    """Return whether one of ``values`` is a tensor that requires a gradient; autograd does not look into lists."""
+    """Return whether one of the traced ``values`` is a tensor that requires a gradient. As in autograd, tensors in
+    lists do not count.
+    """
     nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
     return any(node.meta["example_value"].requires_grad for node in nodes)
 
 
 def _in_backward(translator: InstructionTranslatorBase) -> bool:
-    """Return whether ``translator`` traces a backward of the user's own."""
+    """Return whether ``translator`` (Dynamo's tracer of a function) is inside of a backward that the user has
+    written.
+    """
     tx: InstructionTranslatorBase | None = translator
     while tx is not None and tx.f_code.co_name not in ("backward", "vjp"):
         tx = tx.parent

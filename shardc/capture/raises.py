@@ -1,4 +1,6 @@
-"""Leaves out checks of tensors' values (``if <tensor>: raise``), with a warning: a program reads no values."""
+"""Leaves checks of tensors' values (``if <tensor>: raise``) out of a trace, with a warning, because a program reads no
+values.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Jump = Callable[[Any, Any], None]  # handles (translator, instruction)
 
 @contextmanager
 def without_raising() -> Iterator[None]:
-    """Context manager in which Dynamo traces past ``if <tensor>: raise ...`` as it does past ``assert <tensor>``."""
+    """Context manager in which Dynamo leaves out ``if <tensor>: raise ...``, with a warning, where it would otherwise
+    stop.
+    """
     kinds = list(_subclasses(InstructionTranslatorBase))
     before = [(kind, kind.dispatch_table) for kind in kinds]
     try:
@@ -48,8 +52,8 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _past_raises(jump: Jump) -> Jump:
-    """Return a handler of conditional jumps like Dynamo's ``jump``, which leaves out a branch on a tensor if one side
-    only raises.
+    """Wrap ``jump``, Dynamo's handler of a conditional jump. The returned handler skips a branch on a tensor if one
+    side of it does nothing but raise.
     """
 
     def handler(tx: Any, instruction: Any) -> None:
@@ -69,7 +73,7 @@ def _past_raises(jump: Jump) -> Jump:
 
 
 def _left_out(tx: InstructionTranslatorBase) -> str:
-    """Return the warning for the check that Dynamo is at, with the user's line."""
+    """Return the warning text for the check that Dynamo is about to leave out, with the user's line."""
     callers = [f"{tx.f_code.co_filename}:{tx.lineno}"]
     while tx.parent is not None:
         tx = tx.parent
@@ -79,7 +83,7 @@ def _left_out(tx: InstructionTranslatorBase) -> str:
 
 
 def _raises(instructions: list[Instruction], at: int) -> bool:
-    """Return whether the instructions from ``at`` on raise before any jump or return."""
+    """Return whether the ``instructions`` from index ``at`` on reach a ``raise`` before any jump or return."""
     for instruction in instructions[at:]:
         if instruction.opname == "RAISE_VARARGS":
             return True
@@ -94,7 +98,9 @@ _COMPARES = ("LOAD_", "COMPARE_OP", "UNARY_", "BINARY_OP", "TO_BOOL", "PUSH_NULL
 
 
 def _item_to_check(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Return the tensor itself in the place of ``item()`` if the number goes nowhere but to a check."""
+    """Replaces ``Tensor.item`` in a trace: if the number is used for nothing but a check that raises, return the tensor
+    itself, whose check is then left out.
+    """
     tx: Any = InstructionTranslator.current_tx().output.current_tx
     at = tx.instruction_pointer
     is_called = any(x.argval == "item" for x in tx.instructions[max(0, at - 4) : at])  # not by ``bool`` or ``float``
@@ -112,19 +118,21 @@ def _item_to_check(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _assert(condition: object, message: object = None) -> None:
-    """Raises an AssertionError unless ``condition`` holds, in place of `torch._assert`."""
+    """Replaces `torch._assert` in a trace: raises an AssertionError unless ``condition`` holds."""
     if not condition:
         raise AssertionError(message)
 
 
 def _check_tensor_all(cond: Tensor, message: object = None) -> None:
-    """Raises a RuntimeError unless all elements hold, as torch's function of this name."""
+    """Replaces `torch._check_tensor_all` in a trace: raises a RuntimeError unless all elements of ``cond`` are true."""
     if not cond.all():
         raise RuntimeError(message)
 
 
 def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: object = None) -> None:
-    """Raises an error of ``error_type`` unless all elements hold, as torch's function of this name."""
+    """Replaces `torch._check_tensor_all_with` in a trace: raises an ``error_type`` unless all elements of ``cond`` are
+    true.
+    """
     if not cond.all():
         raise error_type(message)
 
@@ -135,17 +143,21 @@ def _is_dependent(constraint: object) -> bool:
 
 
 def _is_symmetric(self: object, value: Tensor) -> Tensor:
-    """Return, for each matrix in ``value``, whether it is symmetric: the check of torch's constraint."""
+    """Return, for each matrix in ``value``, whether it is symmetric. Replaces the check of torch's constraint of that
+    name.
+    """
     return torch.isclose(value, value.mT, atol=1e-6).all(-2).all(-1)
 
 
 def _is_positive_definite(self: object, value: Tensor) -> Tensor:
-    """Return, for each matrix in ``value``, whether it is positive definite: the check of torch's constraint."""
+    """Return, for each matrix in ``value``, whether it is positive definite. Replaces the check of torch's constraint
+    of that name.
+    """
     return _is_symmetric(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)
 
 
 def fill_kl_cache() -> None:
-    """Fills torch's cache of KL divergence functions; torch does so at first use, which cannot be traced."""
+    """Fills torch's cache of KL divergence functions. torch itself fills it at first use, which cannot be traced."""
     pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _subclasses(torch.distributions.Distribution))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,5 @@
-"""Decomposes random ops to draws that do not depend on the mesh (`shardc.custom_ops.random`), and refuses others.
+"""Decomposes random ops into draws that do not depend on the mesh (`shardc.custom_ops.random`), and refuses all other
+random ops.
 
 Other random ops would draw on each rank separately: `refuse_draws`.
 """
@@ -30,7 +31,7 @@ Shape = Sequence[int]
 
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Context manager in which Dynamo refuses random numbers of Python's ``random``, which would become constants of a
+    """Context manager in which Dynamo refuses calls of Python's ``random``, whose results would become constants of a
     program.
     """
 
@@ -42,7 +43,9 @@ def without_random_numbers() -> Iterator[None]:
 
 
 def random_decompositions() -> dict[OpOverload, Callable[..., object]]:
-    """Return op overload -> decomposition, for one trace; each draw in it has its own stream."""
+    """Return op overload -> decomposition of the random ops, for one trace. Each draw in the trace has a stream (random
+    sequence) of its own.
+    """
     draws = _Draws()
     return {
         aten.native_dropout.default: draws.native_dropout,
@@ -75,8 +78,8 @@ def random_decompositions() -> dict[OpOverload, Callable[..., object]]:
 
 
 def _factory(how: Mapping[str, Any], like: Tensor | None = None) -> dict[str, Any]:
-    """Return ``dtype`` and ``device`` as keyword arguments: those in ``how``, else those of ``like``, else torch's
-    defaults.
+    """Return ``dtype`` and ``device`` as keyword arguments of an op that makes a tensor: from ``how`` or, where it has
+    none, from ``like``, or torch's defaults.
     """
     dtype = how.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = how.get("device") or (torch.device("cpu") if like is None else like.device)
@@ -84,12 +87,14 @@ def _factory(how: Mapping[str, Any], like: Tensor | None = None) -> dict[str, An
 
 
 def _draw_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers are drawn for a result in ``dtype``: at least float32."""
+    """Return the dtype in which to draw numbers for a result in ``dtype``: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def refuse_draws(graph: fx.Graph) -> None:
-    """Raises CaptureError for an op that draws from torch's generators, which differ from rank to rank."""
+    """Raises CaptureError if an op of the graph draws from torch's generators, whose numbers differ from rank to
+    rank.
+    """
     for node in graph.nodes:
         if not draws(node.target) or node.target.namespace == "shardc_random":
             continue
@@ -109,25 +114,29 @@ def refuse_draws(graph: fx.Graph) -> None:
 def _rrelu_backward(
     grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
 ) -> Tensor:
-    """Return the gradient of the operand ``x`` of ``rrelu``; in training ``noise`` has the scales that forward drew."""
+    """Return the gradient of ``x`` in ``rrelu(x)``. In training, ``noise`` has the scales that the forward drew."""
     if training and upper - lower > 1e-6:
         return aten.mul.Tensor(grad, noise)
     return aten.where.self(aten.gt.Scalar(x, 0), grad, aten.mul.Tensor(grad, (lower + upper) / 2))
 
 
 class _Draws:
-    """Decompositions of random ops in one trace; each draw has its own number, the stream."""
+    """Decompositions of random ops in one trace. Each draw has a number of its own, its stream, so that it is
+    independent of the others.
+    """
 
     def __init__(self) -> None:
         self._streams = count()
 
     def uniform(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draws uniform numbers from 0 to 1, in a stream of their own."""
+        """Draws uniform numbers from 0 to 1. Each call uses a stream (random sequence) of its own."""
         key = torch.ops.shardc_random.key.default(device=device)
         return torch.ops.shardc_random.uniform.default(key, next(self._streams), list(size), dtype=dtype, device=device)
 
     def _uniform_like(self, x: Tensor) -> Tensor:
-        """Return uniform numbers shaped like ``x``, in at least float32 for comparisons and logarithms."""
+        """Draws uniform numbers from 0 to 1, shaped like ``x``, in float32 or float64 so that comparisons and
+        logarithms are precise.
+        """
         return self.uniform(x.shape, dtype=_draw_dtype(x.dtype), device=x.device)
 
     def between(self, x: Tensor, low: float, high: float) -> Tensor:
@@ -163,14 +172,14 @@ class _Draws:
         return aten.add.Tensor(aten.mul.Tensor(drawn, std), mean)
 
     def spread(self, mean: float, std: float, size: Shape, **how: Any) -> Tensor:
-        """Draws normal numbers of shape ``size``, mean ``mean`` and standard deviation ``std``; ``how`` has the dtype
-        and device.
+        """Draws normal numbers of shape ``size``, with mean ``mean`` and standard deviation ``std``. ``how`` has their
+        dtype and device.
         """
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
-        """Draws ``count`` indices with probabilities in proportion to ``weights``: with ``replacement`` by inverting
-        the cumulative weights, else by exponential races.
+        """Draws ``count`` indices with probabilities in proportion to ``weights``. With ``replacement`` it inverts the
+        cumulative weights, else it takes the winners of exponential races.
         """
         if not replacement or count == 1:
             fine = aten._to_copy.default(weights, dtype=_draw_dtype(weights.dtype))
@@ -186,8 +195,8 @@ class _Draws:
     def rrelu(
         self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return (``x`` with its negative elements scaled, the scales). Scales are drawn between ``lower`` and
-        ``upper``; in evaluation all are their mean, and ``noise`` is returned instead.
+        """Return (``x`` with its negative elements scaled, the scales). The scales are drawn between ``lower`` and
+        ``upper``. In evaluation all are their mean, and the second result is a copy of ``noise``.
         """
         if not training:
             slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
@@ -206,8 +215,8 @@ class _Draws:
         device: torch.device | None = None,
         **_: object,
     ) -> Tensor:
-        """Draws integers from ``low`` to below ``high``, by float64 uniforms, whose 53 bits reach every number of a
-        range below 2**53.
+        """Draws integers from ``low`` to ``high - 1``, by scaling float64 uniforms. Their 53 bits reach every number of
+        a range below 2**53.
         """
         unit = self.uniform(size, dtype=torch.float64, device=device or torch.device("cpu"))
         drawn = aten.add.Scalar(aten.floor.default(aten.mul.Scalar(unit, high - low)), low)
@@ -216,18 +225,20 @@ class _Draws:
     def permutation(
         self, n: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
     ) -> Tensor:
-        """Draws a permutation of 0 to ``n - 1``, as the order of uniform numbers."""
+        """Draws a permutation of 0 to ``n - 1``: the order that sorts ``n`` uniform numbers."""
         unit = self.uniform([n], dtype=torch.float64, device=device or torch.device("cpu"))
         order = aten.sort.default(unit)[1]
         return order if dtype in (None, torch.int64) else aten._to_copy.default(order, dtype=dtype)
 
     def exponential(self, x: Tensor, rate: float = 1.0) -> Tensor:
-        """Draws exponential numbers of this ``rate``, shaped like ``x``."""
+        """Draws exponentially distributed numbers with rate ``rate``, shaped like ``x``."""
         drawn = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), -rate)
         return aten._to_copy.default(drawn, dtype=x.dtype)
 
     def geometric(self, x: Tensor, p: float) -> Tensor:
-        """Draws numbers of trials up to the first success, each of probability ``p``, shaped like ``x``."""
+        """Draws geometrically distributed numbers, shaped like ``x``: how many trials it takes to the first success,
+        with probability ``p`` each.
+        """
         trials = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), log1p(-p))
         return aten._to_copy.default(aten.add.Scalar(aten.floor.default(trials), 1), dtype=x.dtype)
 

@@ -1,4 +1,6 @@
-"""`ReachableState`: the Python values that a model's code can read, as guards, and what a run of the code changes."""
+"""`ReachableState`: the Python values that a model's code can read, for guards, and which of them a run of the code has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class _Container:
-    """A mutable container, with its content when it was added.
+    """A mutable container, and a copy of its content from the time when it was added.
 
     Args:
         expression: its expression, as in `Read`; for the attributes of an object, the expression of the object.
@@ -39,7 +41,9 @@ class _Container:
     kind: str
 
     def changes(self) -> Iterator[tuple[str, object]]:
-        """Yields (expression, new value) of each entry that has changed."""
+        """Yields (expression of the entry, its new value) for each entry of the container that differs from the
+        copy.
+        """
         if not isinstance(self.value, dict):
             now, before = list(self.value), list(self.before)
             if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
@@ -51,7 +55,7 @@ class _Container:
                 yield self.expression if self.kind == "items" else f"{self.expression}.{key}", value
 
     def restore(self) -> None:
-        """Undoes all `changes`."""
+        """Gives the container the content that it had when it was added."""
         if next(self.changes(), None) is None:
             return
         kind: Any = next(kind for kind in (dict, list, set, deque) if isinstance(self.value, kind))
@@ -61,13 +65,14 @@ class _Container:
 
 
 class ReachableState:
-    """The attributes of a model's modules, of the objects in them, and the globals that code names.
+    """The Python values that a model's code can read: attributes of its modules, of objects in them, and the globals
+    that code names.
 
     Values are read at any depth: items of containers, attributes of objects, variables around functions. Left out are
     the model's parameters and buffers, and what torch and Python define.
 
     Attributes:
-        reads: guards that compare all of these.
+        reads: guards that compare all of these values.
         scopes: see `Reads`.
     """
 
@@ -89,7 +94,8 @@ class ReachableState:
         self._add("loss", loss)
 
     def add_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Adds the globals in ``scope`` that ``code`` names, with attributes that it names of modules and classes.
+        """Adds the globals in ``scope`` that ``code`` names. Of modules and classes among them, also adds the
+        attributes that ``code`` names.
 
         Of the globals of libraries, which may be caches, it adds constants only.
         """
@@ -108,7 +114,7 @@ class ReachableState:
                 self._add(expression, value)
 
     def changes(self) -> Iterator[tuple[str, str, object]]:
-        """Yields (expression of the changed entry, expression of the object that has it, new value) of each change.
+        """Yields, for each changed value, (its expression, expression of the object that has it, new value).
 
         Changes are those since the objects were added.
         """
@@ -117,16 +123,20 @@ class ReachableState:
                 yield expression, container.expression, value
 
     def restore(self) -> None:
-        """Undoes all `changes`."""
+        """Gives all changed values back the values that they had when they were added."""
         for container in self._containers:
             container.restore()
 
     def absent(self) -> set[Read]:
-        """Return a guard for each attribute that code asks for by ``getattr`` or ``hasattr`` and that is not there."""
+        """Return a guard for each attribute that code asks for by ``getattr`` or ``hasattr`` but the object does not
+        have.
+        """
         return {Read(at, "own", name) for at, x in self._open for name in self._queried if not hasattr(x, name)}
 
     def _scope(self, scope: dict[str, Any]) -> str:
-        """Return the expression by which guards name ``scope``, the globals of a Python module."""
+        """Return the expression for ``scope``, the globals of a Python module, in guards: ``module('mine')``, or
+        ``scope('globals0')`` if the module cannot be imported.
+        """
         name = str(scope.get("__name__"))
         if vars(sys.modules.get(name, sys)) is scope:
             return f"module({module_name(name)!r})"
@@ -135,7 +145,7 @@ class ReachableState:
         return f"scope({key!r})"
 
     def _add(self, expression: str, value: Any) -> None:
-        """Adds guards on ``value``, which ``expression`` evaluates to, and on all values inside it.
+        """Adds guards on ``value``, which ``expression`` names, and on all values inside of it.
 
         Plain values and classes are compared. Values inside another object are added at the first expression that gives
         it; for later expressions, the guard is that they give the same object.
@@ -151,7 +161,9 @@ class ReachableState:
             self._inside(expression, value)
 
     def _inside(self, expression: str, value: Any) -> None:
-        """Adds guards on the items, attributes or variables of ``value``, the object that ``expression`` names."""
+        """Adds guards on what is inside of the object ``value``, which ``expression`` names: items of a container,
+        attributes of an object, variables of a function.
+        """
         if isinstance(value, dict):
             self._contain(expression, value, "keys")
             for key, item in list(value.items()):
@@ -184,8 +196,8 @@ class ReachableState:
                 self._attributes(expression, value)
 
     def _attributes(self, expression: str, value: object, without: frozenset[str] = frozenset()) -> None:
-        """Adds guards on the attributes of an object and on plain values of its classes, except the names in
-        ``without``.
+        """Adds guards on the attributes of an object, except those in ``without``, and on attributes of its classes
+        that have plain values.
         """
         attributes = getattr(value, "__dict__", {})
         of_classes = [cls for cls in type(value).__mro__ if not is_versioned_class(cls)]
@@ -200,8 +212,8 @@ class ReachableState:
                 self._add(f"{expression}.{key}", item)
 
     def _contain(self, expression: str, value: Any, what: Any) -> None:
-        """Adds a guard on the property ``what`` ("keys", "length" or "value") of the container that ``expression``
-        names, and records its content.
+        """Adds a guard on ``what`` ("keys", "length" or "value") of the container ``value``, which ``expression``
+        names. Keeps a copy of its content.
         """
         self.reads.add(Read(expression, what))
         if not isinstance(value, tuple | frozenset):
@@ -218,8 +230,8 @@ def _is_versioned(value: object) -> bool:
 
 @cache
 def _global_names(code: CodeType) -> list[list[str]]:
-    """Return [name of a global, names of the attributes that are taken of it in turn] for each global that ``code``
-    names.
+    """Return a list for each global that ``code`` names: the global's name, then the names of attributes taken of it in
+    turn. ``a.b.c`` gives ["a", "b", "c"].
     """
     chains: list[list[str]] = []
     last = None

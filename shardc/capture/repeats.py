@@ -1,4 +1,4 @@
-"""Finds repeated blocks: children of a container that compute the same on the same shapes, in sequence.
+"""Finds repeated blocks of a model: successive children of a container that compute the same at the same shapes.
 
 Runs the model on fake tensors, without tracing it, and records every torch function that it calls. Two blocks are
 equal if they have equal tensor metadata, call the same functions on corresponding tensors, and get their arguments in
@@ -49,7 +49,7 @@ Frozen = list[object]  # leaves of arguments or results, tensors as their `Token
 
 
 class Token(int):
-    """Stands for a tensor in recorded calls: its number, in the order of first appearance."""
+    """The number of a tensor in recorded calls, in the order of first appearance. It stands for the tensor there."""
 
 
 class Event(NamedTuple):
@@ -64,10 +64,11 @@ class Event(NamedTuple):
 
 @dataclass
 class Block:
-    """One recorded call of a block, a numbered child of a container.
+    """One recorded call of a block (a numbered child of a container): what it took and gave, and the torch functions
+    called inside.
 
     Args:
-        enter, exit: the range of the recorded op calls in it.
+        enter, exit: range of the recorded torch function calls that are inside of the block's.
         takes, gives: its arguments and its results.
     """
 
@@ -111,7 +112,7 @@ class Recorder(TorchFunctionMode):
         self._tensors: list[Tensor] = []  # so that no address is used again
 
     def token(self, x: Tensor) -> Token:
-        """Return the token of ``x``; a tensor that is new gets the next number."""
+        """Return the `Token` of the tensor ``x``. A tensor that was not seen before gets the next number."""
         if id(x) not in self._tokens:
             self._tokens[id(x)] = Token(len(self._tensors))
             self._tensors.append(x)
@@ -119,8 +120,8 @@ class Recorder(TorchFunctionMode):
         return self._tokens[id(x)]
 
     def freeze(self, leaves: Sequence[object]) -> Frozen:
-        """Return ``leaves`` with each tensor as its `Token`, plain constants as they are and other objects as their
-        ``id``.
+        """Return ``leaves`` in comparable form: a `Token` for each tensor, plain constants as they are, and the ``id``
+        of any other object.
         """
         return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves]
 
@@ -142,8 +143,8 @@ class Recorder(TorchFunctionMode):
         leaves: list[object],
         spec: pytree.TreeSpec,
     ) -> PyTree:
-        """Return the result of ``func(*args, **kwargs)``; with ``reuse``, new fake tensors like the results of an
-        earlier call with equal arguments.
+        """Return the result of ``func(*args, **kwargs)``. With ``reuse``, a call like an earlier one (with equal
+        metadata of arguments) is not made: return new fake tensors like the earlier results.
         """
         name = getattr(func, "__name__", "_")
         if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
@@ -163,8 +164,8 @@ class Recorder(TorchFunctionMode):
 
 
 def _metadata(x: object) -> tuple[object, ...]:
-    """Return a tuple to compare: a tensor's class, shape, strides, dtype, device and ``requires_grad``, or a constant's
-    type and value.
+    """Return a comparable tuple: class, shape, strides, dtype, device and ``requires_grad`` of a tensor, or type and
+    value of a constant.
     """
     if isinstance(x, Tensor):
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
@@ -172,7 +173,7 @@ def _metadata(x: object) -> tuple[object, ...]:
 
 
 def _maker(x: FakeTensor) -> Callable[[], FakeTensor]:
-    """Return a function that makes a fake tensor with the metadata of ``x``."""
+    """Return a function that makes new fake tensors with the metadata of ``x``."""
     with no_dispatch():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return partial(FakeTensor, x.fake_mode, meta, x.device)
@@ -187,7 +188,8 @@ def record_calls(
     dtypes: Dtypes,
     reuse: bool,
 ) -> Recorder:
-    """Runs ``model`` and its loss on fake tensors; returns the recorded calls. Arguments are those of `capture`.
+    """Runs ``model`` and its loss on fake tensors; returns a `Recorder` with the torch functions that they called.
+    Arguments are those of `capture`.
 
     Args:
         reuse: as for `Recorder`. A buffer changed through a view counts as changed in the first of equal calls only.
@@ -231,7 +233,8 @@ def record_calls(
 
 
 def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence[str]]) -> object:
-    """Return the modules and tensor metadata of a block called ``name``, to compare; None if it cannot repeat.
+    """Return what two blocks must have in common to be repeats: classes of modules and metadata of tensors, by relative
+    name. None if the block called ``name`` cannot repeat.
 
     It cannot if a module outside shares its tensors.
 
@@ -250,8 +253,8 @@ def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence
 
 
 def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) -> list[RemovableHandle]:
-    """Installs hooks on ``block`` that add each of its calls to ``calls``, with the tokens that ``record`` gives to
-    tensors; returns their handles.
+    """Installs hooks on ``block`` that append a `Block` to ``calls`` whenever the block is called. ``record`` gives the
+    tokens of its tensors; returns the hooks' handles.
     """
     if block is None:
         return []
@@ -270,7 +273,9 @@ def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) ->
 
 
 def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
-    """Return (path, number of children) of the modules with children "0", "1", ..., outermost first."""
+    """Return (path, number of children) of each module whose children are named "0", "1", ...; outermost modules come
+    first.
+    """
     containers = []
     for path, module in model.named_modules():
         children = list(module._modules)
@@ -281,8 +286,8 @@ def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
-    """Context manager in which ``model`` has only the first ``repeats.keep`` blocks of each run; the children after a
-    run are renumbered.
+    """Context manager in which ``model`` has only the first ``repeats.keep`` blocks of each run. Children that come
+    after a run get lower numbers.
     """
     containers = [(model.get_submodule(run.path), run) for run in repeats]
     saved = [dict(container._modules) for container, _ in containers]
@@ -309,8 +314,8 @@ def find_repeats(
     loss: Loss | None = None,
     dtypes: Dtypes,
 ) -> Repeats:
-    """Return the runs of more than ``keep`` equal blocks, at most one per container. The rest of the model makes the
-    same calls if each run has ``keep`` blocks only.
+    """Return the runs of equal blocks in ``model``, at most one run per container, each longer than ``keep``. If each
+    run is shortened to ``keep`` blocks, the rest of the model makes the same calls.
 
     Args:
         model, args, kwargs, device, loss, dtypes: as for `capture`.
@@ -346,8 +351,8 @@ def find_repeats(
 
 
 def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
-    """Return the longest run of equal blocks (the first of several) among the ``size`` children of the container
-    ``path``.
+    """Return the longest run of equal blocks among the ``size`` children of the container ``path``; of several, the
+    first.
 
     None if there is none.
     """
@@ -381,15 +386,15 @@ def _draws(func: Callable[..., object], args: Frozen) -> bool:
 
 
 def _tokens(leaves: Sequence[object]) -> dict[Token, int]:
-    """Return token -> index, for the tensors among ``leaves``."""
+    """Return token -> its index in ``leaves``, for the tokens (recorded tensors) among these."""
     return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
 
 
 def _comparable(
     record: Recorder, start: int, events: Sequence[Event], extra: Sequence[object], name_of: Callable[[Token], object]
 ) -> tuple[list[Event], Frozen]:
-    """Return (``events``, ``extra``) with each tensor replaced by its name (``name_of``) or by its number among the
-    events' results, so that equal calls compare equal.
+    """Convert recorded ``events`` and the values ``extra`` to a form in which equal calls compare equal. Each tensor is
+    replaced by its name (``name_of``), or by its number among the events' results.
 
     Args:
         start: results of calls recorded before this index keep their own identity.
@@ -416,7 +421,7 @@ def _comparable(
 
 
 def _calls_inside(record: Recorder, call: Block, name: str) -> object:
-    """Return the op calls recorded in one ``call`` of the block ``name``, to compare.
+    """Return the torch function calls recorded in one ``call`` of the block ``name``, in comparable form.
 
     Tensors are named by the block's arguments, parameters and buffers.
     """
@@ -431,8 +436,8 @@ def _calls_inside(record: Recorder, call: Block, name: str) -> object:
 
 
 def _calls_between(record: Recorder, before: Block, after: Block) -> object:
-    """Return the op calls, to compare, that compute the arguments of the block ``after`` from the values of
-    ``before``.
+    """Return the torch function calls between two successive blocks, in comparable form: they compute the arguments of
+    ``after`` from the arguments and results of ``before``.
     """
     gives, takes = _tokens(before.gives), _tokens(before.takes)
 
@@ -443,8 +448,8 @@ def _calls_between(record: Recorder, before: Block, after: Block) -> object:
 
 
 def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
-    """Return whether tensors computed in ``run``, whose blocks made ``calls``, are used after it, other than the
-    results of the last block.
+    """Return whether something after ``run`` uses a tensor computed inside of it that is no result of its last block.
+    ``calls`` has the recorded call of each child of the container.
     """
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, args, *_ in record.events[last.exit :] for x in args]
@@ -453,7 +458,9 @@ def _escapes(record: Recorder, calls: Sequence[Block], run: Repeat) -> bool:
 
 
 def _calls_outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], object] = str) -> object:
-    """Return the recorded op calls outside of repeated blocks, to compare; ``renamed`` maps parameter names."""
+    """Return the torch function calls outside of repeated blocks, in comparable form. ``renamed`` converts the names of
+    parameters in it.
+    """
     spans = []
     gives: dict[Token, tuple[int, int]] = {}
     for number, run in enumerate(repeats):

@@ -1,4 +1,4 @@
-"""Replacements, during a trace, for functions, layers and caches that cannot be traced or sharded as they are.
+"""Replaces, during a trace, functions, layers and caches that cannot be traced or sharded as they are.
 
 - Key-value caches of ``transformers`` are registered as pytrees, so that their tensors are inputs and outputs. A
   program does not change a cache that is passed in; the cache that it returns has the added keys and values.
@@ -55,8 +55,8 @@ def _call_attribute(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> VariableTracker:
-    """Traces a call of method ``name`` on an attribute of a torch class, also if that attribute is a string, which
-    Dynamo refuses.
+    """Traces a call of method ``name`` on an attribute of a torch class. If the attribute is a string, which Dynamo
+    refuses, the call is evaluated.
     """
     text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
     if isinstance(text, str):
@@ -68,7 +68,9 @@ _make_dual = forward_ad.make_dual
 
 
 def _dual(tensor: Tensor, tangent: Tensor, *, level: int | None = None) -> Tensor:
-    """Return a dual tensor of a copy of ``tensor``: the fake tangent of a view would get another device."""
+    """Replaces `torch.autograd.forward_ad.make_dual` in a trace: makes the dual tensor from a copy of ``tensor``. (The
+    tangent of a fake view would get another device.)
+    """
     return _make_dual(tensor.clone(memory_format=torch.contiguous_format), tangent, level=level)
 
 
@@ -82,8 +84,8 @@ def _apply(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> VariableTracker:
-    """Traces a call of an autograd.Function with its gradient and returns Dynamo's variable of the result; raises
-    Unsupported within torch.func.
+    """Traces a call of an autograd.Function with its own gradient, and returns Dynamo's variable of the result. Raises
+    Unsupported inside of a transform of ``torch.func``.
 
     There Dynamo traces its forward alone. It does so too where no argument requires a gradient: a first carry of a loop
     may require none, while later ones do.
@@ -117,8 +119,8 @@ Context = list[Any]  # [names of attributes that may hold tensors, {name: value}
 
 
 def register_caches() -> None:
-    """Registers as pytree nodes the classes of caches and cache layers of ``transformers`` that are already imported;
-    imports none.
+    """Registers the cache classes of ``transformers``, and those of cache layers, as pytree nodes. Only classes that
+    are imported already are registered.
     """
     module = sys.modules.get("transformers.cache_utils")
     for base in (getattr(module, name) for name in _BASES if hasattr(module, name)):
@@ -130,7 +132,7 @@ def register_caches() -> None:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    """Yields all subclasses of ``kind``."""
+    """Yields all subclasses of ``kind``, their subclasses included."""
     derived: type
     for derived in kind.__subclasses__():
         yield derived
@@ -138,7 +140,9 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _flatten(cache: object) -> tuple[list[PyTree], Context]:
-    """Return (values of the attributes that may hold tensors, [their names, name -> JSON form of the others])."""
+    """Flatten a cache for pytree: return (values of the attributes that may hold tensors, [names of these, name -> JSON
+    form of each other attribute]).
+    """
     kinds = (Tensor, dict, list, tuple)
     attributes = {name: value for name, value in vars(cache).items() if isinstance(value, kinds) or is_cache(value)}
     others = {name: _to_json(value) for name, value in vars(cache).items() if name not in attributes}
@@ -146,13 +150,15 @@ def _flatten(cache: object) -> tuple[list[PyTree], Context]:
 
 
 def _flatten_with_keys(cache: object) -> tuple[list[tuple[pytree.KeyEntry, PyTree]], Context]:
-    """Return ([(attribute, its value)], context), as `_flatten` flattens a cache."""
+    """Flatten a cache for pytree with keys: return ([(attribute key, its value)], context), where the context is that
+    of `_flatten`.
+    """
     values, context = _flatten(cache)
     return [(pytree.GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
 
 
 def _unflatten(kind: type[T], values: Iterable[PyTree], context: Context) -> T:
-    """Return a cache of class ``kind`` with the attributes that `_flatten` returned."""
+    """Make a cache of class ``kind`` from what `_flatten` returned: the ``values`` and the ``context``."""
     cache = kind.__new__(kind)
     for name, value in zip(context[0], values, strict=True):
         setattr(cache, name, value)
@@ -162,13 +168,15 @@ def _unflatten(kind: type[T], values: Iterable[PyTree], context: Context) -> T:
 
 
 def is_cache(value: object) -> bool:
-    """Return whether ``value`` is a registered cache, or a layer of one."""
+    """Return whether ``value`` is a key-value cache of ``transformers``, or a layer of one, that `register_caches` has
+    registered.
+    """
     return type(value) in _registered.values()
 
 
 def _to_json(value: object) -> object:
-    """Return a dtype, device or class as ``{"dtype": name}``, ``{"device": name}`` or ``{"class": name}``; other values
-    unchanged.
+    """Return a dtype, device or class in JSON form: ``{"dtype": name}``, ``{"device": name}`` or ``{"class": name}``.
+    Return other values as they are.
     """
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
@@ -180,7 +188,7 @@ def _to_json(value: object) -> object:
 
 
 def _from_json(value: object) -> object:
-    """Return the dtype, device or class that ``value``, a result of `_to_json`, stands for; other values unchanged."""
+    """Undo `_to_json`: return the dtype, device or class that ``value`` names. Return other values as they are."""
     if not isinstance(value, dict):
         return value
     ((kind, name),) = value.items()
@@ -189,7 +197,7 @@ def _from_json(value: object) -> object:
 
 @contextmanager
 def other_layers(root: nn.Module) -> Iterator[None]:
-    """Context manager in which layers of ``root`` that cannot be traced are patched.
+    """Context manager in which those layers of ``root`` that cannot be traced are replaced by equivalent ones.
 
     - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by a counter, used as a tensor, not as a
       number.
@@ -233,7 +241,9 @@ def other_layers(root: nn.Module) -> Iterator[None]:
 
 
 def _other_forward(module: nn.Module) -> Callable[..., PyTree] | None:
-    """Return the function that replaces ``module.forward`` in a trace; None if the module's own can be traced."""
+    """Return the function that replaces ``module.forward`` in a trace; None if the module's own forward can be
+    traced.
+    """
     if type(module).forward is nn.AdaptiveLogSoftmaxWithLoss.forward:
         return _adaptive_log_softmax
     if not isinstance(module, _BatchNorm):
@@ -244,7 +254,7 @@ def _other_forward(module: nn.Module) -> Callable[..., PyTree] | None:
 
 
 def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor) -> PyTree:
-    """Computes an adaptive softmax by the log-probabilities of all classes."""
+    """Forward of an adaptive softmax that computes the log-probabilities of all classes for all rows."""
     if target_.dim() > 1 or input_.shape[:-1] != target_.shape:
         return nn.AdaptiveLogSoftmaxWithLoss.forward(self, input_, target_)  # which raises
     output = self.log_prob(torch.atleast_2d(input_)).gather(1, target_.view(-1, 1)).view(target_.shape)
@@ -252,7 +262,9 @@ def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, t
 
 
 def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
-    """Computes a batch norm that updates cumulative averages, in which the counter of batches stays a tensor."""
+    """Forward of a batch norm with cumulative averages (``momentum=None``). The counter of batches stays a tensor, so
+    that it can be traced.
+    """
     self._check_input_dim(input)
     count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
     assert count is not None and mean is not None and var is not None
@@ -288,8 +300,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Computes `F.embedding_bag` of bags of equal size (rows of ``input``) as lookups and a reduction, which can be
-    split over bags and table rows; other cases as torch does.
+    """Computes `F.embedding_bag` by lookups and a reduction, which can be split over bags and table rows, if all bags
+    have the same size (rows of ``input``). Other cases are left to torch.
     """
     even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
     plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
@@ -323,8 +335,8 @@ def bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes `torch.embedding_bag` of bags of any sizes, which start at ``offsets``, as lookups and an ``index_add``
-    (maximum: a scatter); other cases as torch does.
+    """Computes `torch.embedding_bag` by lookups and an ``index_add`` (for a maximum, a scatter). Bags of any sizes
+    start at ``offsets``; some cases are left to torch.
     """
     if sparse or scale_grad_by_freq or indices.dim() != 1:
         return _bags(
@@ -357,7 +369,9 @@ def bags(
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """Computes `torch.cov` without its check of the sum of weights; a clamp keeps the divisor from being negative."""
+    """Computes `torch.cov` without its check that the weights do not sum to zero. A clamp keeps the divisor from being
+    negative.
+    """
     rows = input.view(1, -1) if input.dim() < 2 else input
     weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
     total = rows.shape[1] if weights is None else weights.sum()
@@ -369,7 +383,7 @@ def cov(
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """Computes `torch.corrcoef` from the `cov` of this file."""
+    """Computes `torch.corrcoef` by the `cov` of this file, which can be traced."""
     c = cov(input)
     if c.dim() == 0:
         return c / c
@@ -379,7 +393,7 @@ def corrcoef(input: Tensor) -> Tensor:
 
 
 def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """Computes `torch.combinations` by an index, whose shape does not depend on values."""
+    """Computes `torch.combinations` by a constant index of all combinations, so that no shape depends on values."""
     if input.dim() != 1 or r < 1:
         return _combinations(input, r, with_replacement)
     repeats = r - 1 if with_replacement else 0  # with replacement: choose among r - 1 more places, then shift
@@ -389,8 +403,8 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins; a value that is not below ``minlength``
-    raises when the op runs.
+    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins. A value of ``minlength`` or more raises
+    an error when the op runs.
     """
     if minlength < 1 or input.dim() != 1:
         return _bincount(input, weights, minlength)
@@ -403,8 +417,8 @@ def chunked_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     reduction: str, ignore_index: int, label_smoothing: float, rows: int, *_: object,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """Return (loss, None, None, None), the loss in ops that have sharding rules; pass ``chunk_loss`` cuts it into
-    chunks of ``rows``.
+    """Computes torch's loss of a linear layer and cross-entropy by ops that have sharding rules. Returns (loss, None,
+    None, None); pass ``chunk_loss`` later cuts the ops into chunks of ``rows``.
     """
     with annotate({CHUNK_ROWS: rows}):
         logits = F.linear(input, linear_weight, linear_bias)
@@ -418,7 +432,7 @@ def chunked_cross_entropies(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     ignore_index: int, rows: int, *_: object,
 ) -> Tensor:  # fmt: skip
-    """Computes `chunked_cross_entropy` without reduction; returns one loss per row."""
+    """Computes `chunked_cross_entropy` without reduction: returns one loss for each row of ``input``."""
     with annotate({CHUNK_ROWS: rows}):
         logits = F.linear(input, linear_weight, linear_bias)
     return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, reduction="none")
@@ -444,8 +458,8 @@ def gaussian_nll_loss(
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """Computes `F.multilabel_margin_loss` with the labels before the first -1 of a row; torch's decomposition adds the
-    later ones too.
+    """Computes `F.multilabel_margin_loss`. Labels count only before the first -1 of a row (torch's decomposition adds
+    the later ones too).
     """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
@@ -469,8 +483,8 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def get_cached(self: Any, instance: object, owner: type | None = None) -> object:
-    """Return the value of a `functools.cached_property` of ``instance``, as its ``__get__`` does, but without its lock
-    (Python 3.11).
+    """Return the value of a `functools.cached_property` of ``instance``. Replaces its ``__get__`` without the lock of
+    Python 3.11, which cannot be traced.
     """
     if instance is None:
         return self
@@ -483,7 +497,7 @@ def instance_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes `torch.instance_norm` with the weight as it is; torch repeats it for each sample.
+    """Computes `torch.instance_norm` with one copy of the weight; torch's own form repeats the weight for each sample.
 
     The result has the dtype of ``input`` under autocast too, which is why this calls no `torch.group_norm`.
     """
@@ -500,7 +514,7 @@ def instance_norm(
 
 
 def is_causal_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether the caller of `nn.Transformer` says that ``mask`` is causal.
+    """Return whether an `nn.Transformer` should treat ``mask`` as causal: only if its caller passed ``is_causal=True``.
 
     If the caller says nothing, torch compares the mask's values. This function returns False instead: attention with a
     causal mask gives the same result without the hint.

@@ -1,4 +1,4 @@
-"""Captures a model by running it on fake tensors, where Dynamo refuses its code: gradients of gradients, for example.
+"""Captures a model by running it on fake tensors, if Dynamo refuses its code (for example gradients of gradients).
 
 The model first runs once to be observed (`Run.observe`): which code runs, which Python values that code can read, what
 it changes, and in which memory its outputs lie. AOTAutograd then runs it to trace forward and backward.
@@ -62,7 +62,7 @@ _OF_INPUTS: dict[object, str] = {
 
 
 class Run:
-    """Runs a root module on fake tensors; after each run, Python's state is what it was before.
+    """Runs a root module on fake tensors. After each run, all Python state that the run changed is restored.
 
     Args:
         root: the root module: a call returns outputs marked by `mark`; ``root.run(tensors)`` returns them unmarked.
@@ -80,13 +80,13 @@ class Run:
         self._regions = count()
 
     def __call__(self, *tensors: Tensor) -> PyTree:
-        """Return the marked outputs; forward of the root module in AOTAutograd's runs."""
+        """Run the root module and return its marked outputs. AOTAutograd calls this as the root module's forward."""
         self._regions = count()
         with restored(self.root.model):
             return self._run(partial(type(self.root).forward, self.root), tensors, {})
 
     def _run(self, run: Callable[..., PyTree], tensors: Sequence[Tensor], refused: dict[int, Any]) -> PyTree:
-        """Return ``run(*tensors)``, and restore Python's state.
+        """Call ``run(*tensors)`` and return its result. Afterwards restore the Python state that it changed.
 
         Args:
             refused: tensors, by id, to which the model may not do what `_Lines` refuses.
@@ -103,7 +103,9 @@ class Run:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Context manager that notes the module, line and checkpoint region of each op traced in it in its node."""
+        """Context manager in which each traced op gets the module, user line and checkpoint region that it comes from,
+        in its node's meta.
+        """
         handles, before = [], dict(fx_traceback.current_meta)
         for path, module in self.root.named_modules():
             handles.append(module.register_forward_pre_hook(partial(self._enter, path), prepend=True))
@@ -122,18 +124,22 @@ class Run:
             fx_traceback.current_meta.update(before)
 
     def _enter(self, path: str, module: nn.Module, _: object) -> None:
-        """Notes that the module at ``path`` runs: a forward pre-hook."""
+        """Forward pre-hook that notes that the module at ``path`` runs, so that the ops that follow belong to it."""
         self._modules.append(path)
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, type(module))}
 
     def _leave(self, *_: object) -> None:
-        """Notes that the module has ended, so that later ops are of the module around it: a forward hook."""
+        """Forward hook that notes that a module has ended, so that the ops that follow belong to the module around
+        it.
+        """
         self._modules.pop()
         path = self._modules[-1] if self._modules else ""
         fx_traceback.current_meta["nn_module_stack"] = {path: (path, nn.Module)}
 
     def _region(self, *_: object, **__: object) -> Iterator[None]:
-        """Generator, as of a context manager: what runs until its second step is marked as a checkpoint region."""
+        """Replaces torch's generator of a checkpoint: ops that run between its first and its second step are marked as
+        one checkpoint region.
+        """
         meta = fx_traceback.current_meta
         before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
         meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **before}
@@ -142,7 +148,7 @@ class Run:
             fx_traceback.current_meta.pop(key, None)
 
     def _reentrant(self, function: Callable[..., PyTree], _: bool, *args: PyTree) -> PyTree:
-        """Calls ``function`` as a checkpoint region, as ``CheckpointFunction.apply`` does; returns its result."""
+        """Replaces ``CheckpointFunction.apply``: calls ``function`` as a checkpoint region and returns its result."""
         needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in args)
         region = self._region()
         next(region)
@@ -156,8 +162,8 @@ class Run:
     def observe(
         self, fakes: Sequence[Tensor], mode: FakeTensorMode
     ) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
-        """Runs the model once and returns (`Memory` of each output, storage -> name of the tensor that owns it,
-        warnings).
+        """Runs the model once. Returns the `Memory` of each output (which outputs share memory), storage id -> name of
+        the tensor that owns the storage, and warnings.
 
         Raises:
             CaptureError: forward replaces a buffer, or changes what it reads.
@@ -194,14 +200,16 @@ class Run:
         return memories, owners, [*self._changes(changed, texts), *prints(self.codes)]
 
     def reads(self) -> Reads:
-        """Return the guards of the capture: all values that its code can be seen to read."""
+        """Return guards on all Python values that the code that ran is known to read."""
         guards = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
         traced = {code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in self.codes}
         ordered = sorted(guards, key=lambda read: (read.expression, read.what, repr(read.key)))
         return Reads(tuple(ordered), self._reads.scopes, tuple(sorted(traced.items())), unseen=True)
 
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:
-        """Records the user's code that runs, and refuses calls of states: a profile function of `sys.setprofile`."""
+        """Profile function (`sys.setprofile`) that records the user's functions that run. Raises Unsupported at a call
+        that reads a state, such as the time or a random number.
+        """
         code = frame.f_code
         if event == "call" and code not in self.codes and not is_versioned(code):
             self.codes[code] = None
@@ -223,8 +231,8 @@ class Run:
                 raise Unsupported(f"a state, {called.__name__}")
 
     def _refuse_acts(self, named: dict[str, Tensor], needed: dict[str, bool]) -> None:
-        """Raises Unsupported if forward changed ``requires_grad`` of a parameter or input, gave it a gradient or hooked
-        it.
+        """Raises Unsupported if forward did one of these to a parameter or input: changed its ``requires_grad``, gave
+        it a gradient, or hooked it.
 
         Args:
             named: name -> parameter, buffer or input.
@@ -239,8 +247,8 @@ class Run:
                 raise Unsupported("a hook of a parameter or an input")
 
     def _changes(self, changed: list[tuple[str, str, object]], texts: list[str]) -> list[ShardcWarning]:
-        """Return warnings of the modules and globals that forward changed; CaptureError if it also reads what it
-        changes.
+        """Return a warning for each attribute and global that forward changed. CaptureError if forward also reads a
+        value that it changes.
 
         Args:
             changed: (expression, that of the changed object, new value) of each change.
@@ -259,7 +267,9 @@ class Run:
         return [ShardcWarning(f"{change} {NOT_CHANGED}") for change in dict.fromkeys(texts)]
 
     def _line_of(self, name: str) -> str | None:
-        """Return ``file:line`` of the first line of the code that ran which changes ``name``; None if none is found."""
+        """Return ``file:line`` of the first line that changes ``name``, in the user's code that ran; None if no line is
+        found.
+        """
         changes = re.compile(rf"\b{re.escape(name)}\b.*(?:[^=!<>]=[^=]|\.\w+\(|\]\s*=)")
         for code in self.codes:
             with suppress(OSError, TypeError):  # no source
@@ -270,7 +280,9 @@ class Run:
         return None
 
     def refuse_foreign(self, gm: fx.GraphModule) -> None:
-        """Raises CaptureError for a traced tensor that needs a gradient and is no parameter of the model."""
+        """Raises CaptureError if the traced graph reads a tensor that needs a gradient and is no parameter of the
+        model.
+        """
         for node in gm.graph.find_nodes(op="get_attr"):
             x = attrgetter(str(node.target))(gm)
             if isinstance(x, Tensor) and x.requires_grad:
@@ -283,7 +295,7 @@ class Run:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return whether ``frame`` is of code that is neither torch's, Python's, shardc's nor a library's."""
+    """Return whether ``frame`` runs the user's code: not torch's, Python's, shardc's or an installed library's."""
     return not is_versioned(frame.f_code) and not is_of_library(str(frame.f_globals.get("__name__")))
 
 
@@ -294,14 +306,14 @@ _STATE_MODULES = ("posix", "nt", "_thread", "torch._C", "torch._C._autograd", "t
 
 @cache
 def _is_state(code: CodeType) -> bool:
-    """Return whether ``code`` is of a function of torch that returns a state."""
+    """Return whether ``code`` belongs to a function of torch that returns a global state, such as the random seed."""
     path = versioned_path(code.co_filename) or ""
     return path.startswith(_STATE_FILES) or path == "torch/__init__.py" and code.co_argcount == 0
 
 
 def unseen(model: nn.Module, refused: CaptureError) -> ShardcWarning:
-    """Return the warning that Dynamo refused ``model``, for the reason in ``refused``, and that it was captured by
-    running it.
+    """Return the warning for a model that was captured by running it, because Dynamo refused it for the reason in
+    ``refused``.
     """
     return ShardcWarning(
         f"{refused.what} ({refused.source}): captured by running {type(model).__name__} on fake tensors. Attributes of "
@@ -312,8 +324,8 @@ def unseen(model: nn.Module, refused: CaptureError) -> ShardcWarning:
 
 
 class _Lines(TorchFunctionMode):
-    """Notes the user's line of each call of torch; refuses calls in `_REFUSED` and, of parameters and inputs, those in
-    `_OF_INPUTS`.
+    """Notes the user's line of each call of a torch function. Refuses the functions in `_REFUSED`, and those in
+    `_OF_INPUTS` if they are called on a parameter or input.
 
     Args:
         inputs: id -> parameter or input of the run to observe; {} for a run that is traced.
@@ -337,7 +349,7 @@ class _Lines(TorchFunctionMode):
 
 
 def _memory(x: Tensor) -> Memory:
-    """Return the `Memory` of an output."""
+    """Return the `Memory` of the output ``x``: an id of its storage, and whether it is a view."""
     kind = type(x.grad_fn).__name__ if x._is_view() else ""
     return Memory(
         x.untyped_storage()._cdata,
@@ -347,5 +359,5 @@ def _memory(x: Tensor) -> Memory:
 
 
 def _same_numbers(some: Any, others: Any) -> bool:
-    """Return whether two states of NumPy's generator are equal."""
+    """Return whether two states of NumPy's random generator are equal."""
     return all(np.array_equal(some[key], others[key]) for key in some)

@@ -41,15 +41,12 @@ STEPS = 4  # fewest steps of a loop that is written as a scan
 def scan_loops(
     gm: fx.GraphModule, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Callable[[], None] | None:
-    """Rewrites each unrolled loop over a whole sequence, in Dynamo's graph, as a scan, in place; returns a function
-    that undoes it, or None if there is no loop.
+    """Rewrites each unrolled loop over a whole sequence in Dynamo's graph as a scan, in place. Returns a function that
+    undoes this; None if there is no such loop.
 
     Args:
         lengths: lengths of the sequences, in elements.
         decompositions: as for AOTAutograd.
-
-    Returns:
-        A function that undoes it; None if there are no such loops.
     """
     before: fx.Graph | None = None
     count = 0
@@ -75,7 +72,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def _loops(
     graph: fx.Graph, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Iterator[_Loop]:
-    """Yield the loops that can be scans."""
+    """Yield the unrolled loops in ``graph`` over a whole sequence that can be written as scans."""
     by_series: dict[Series, dict[int, list[fx.Node]]] = {}
     for node in graph.nodes:
         for series, at in slices(node):
@@ -94,8 +91,8 @@ def _loops(
 
 
 def _is_of(series: Series, lengths: Collection[int]) -> bool:
-    """Return whether the slices of ``series`` are the elements of a sequence of one of ``lengths``, or equal pieces of
-    it.
+    """Return whether ``series`` cuts a whole sequence: into its elements or into pieces of equal size. ``lengths`` has
+    the lengths that sequences have.
     """
     if isinstance(value_of(series.source), nn.Parameter):  # layers that are stacked, say
         return False
@@ -105,7 +102,7 @@ def _is_of(series: Series, lengths: Collection[int]) -> bool:
 
 
 class _Order:
-    """The calls of a graph in order, except those that are slices.
+    """The calls of a graph in order, without those that take slices of a tensor.
 
     Attributes:
         calls: the calls in order.
@@ -126,8 +123,8 @@ class _Order:
         self._keys = [_key(node) for node in self.calls]
 
     def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
-        """Yield (position of the call that uses the last slice, distance) where consecutive slices are used by calls at
-        equal distances.
+        """Find equal distances between calls that use consecutive slices. Yield (position of the call that uses the
+        last slice, distance) for each.
 
         The use of the first slice may be elsewhere.
 
@@ -144,8 +141,8 @@ class _Order:
                 yield places[-1], size
 
     def segments(self, last: int, size: int, steps: int) -> Iterator[list[list[fx.Node]]]:
-        """Yield rows of ``steps`` equal segments of ``size`` calls; the last segment contains the call at position
-        ``last``.
+        """Yield each way to cut calls into ``steps`` adjacent segments of ``size`` calls with equal ops. The last
+        segment contains the call at position ``last``.
         """
         keys, begin, end = self._keys, last - size * (steps - 1), last
         while end + 1 < len(keys) and end + 1 < last + size and keys[end + 1] == keys[end + 1 - size]:
@@ -162,7 +159,7 @@ class _Order:
 
 
 def _key(node: fx.Node) -> object:
-    """Return a key that is equal for calls at the same place of different segments."""
+    """Return a key of a call. Calls at the same place of two equal segments have equal keys."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: None)
     if node.target is operator.setitem:
         args = ()
@@ -172,7 +169,8 @@ def _key(node: fx.Node) -> object:
 
 @dataclass
 class _Loop:
-    """A row of equal segments, and what they read and write. Calls are numbered from 0 in each segment.
+    """An unrolled loop as adjacent equal segments of calls (its steps), and what the segments read and write. A call's
+    number is its index in its segment.
 
     Attributes:
         carries: (number of the call whose value is carried to the next segment, the value that the first segment
@@ -202,7 +200,7 @@ class _Loop:
     # --- what the segments are
 
     def matches(self) -> bool:
-        """Return whether the segments are a scan; fills the attributes."""
+        """Return whether the segments can be written as a scan. Fills the attributes, which describe the scan."""
         return (
             all(self._reads(at) for at in range(len(self.segments[0])))
             and all(self._used(at) for at in range(len(self.segments[0])))
@@ -212,8 +210,8 @@ class _Loop:
         )
 
     def _reads(self, at: int) -> bool:
-        """Return whether a scan's step can read the operands of the calls of number ``at``; adds their roles to
-        ``roles``.
+        """Check the operands of call number ``at``, in all segments: return whether a scan's step can read them. Adds
+        their roles to ``roles``.
         """
         calls = [nodes[at] for nodes in self.segments]
         self.roles.append([])
@@ -229,10 +227,11 @@ class _Loop:
         return all(self._operand(at, list(same)) for same in zip(*operands, strict=True))
 
     def _operand(self, at: int, nodes: list[fx.Node]) -> bool:
-        """Return whether one operand of a call, which is ``nodes[k]`` in segment k, can be an operand of a scan's step.
+        """Return whether a scan's step can read one operand of call number ``at``. The operand is ``nodes[k]`` in
+        segment k.
 
         It can if ``nodes`` are one value, slices in order, values of their own segments, or values of the segments
-        before. Adds that role to ``roles[at]``, where ``at`` is the number of the call in its segment.
+        before. Adds that role to ``roles[at]``.
         """
         places = [self.number.get(node) for node in nodes]
         if places[0] is not None:
@@ -253,15 +252,17 @@ class _Loop:
         return False
 
     def _add(self, at: int, kind: str, items: list[Any], item: Any) -> None:
-        """Adds ``item`` to ``items``, unless it is there, and the role (``kind``, its index) to the calls of number
-        ``at``.
+        """Adds ``item`` to the list ``items``, unless it is in there. Notes its role (``kind``, index in ``items``) as
+        an operand of call number ``at``.
         """
         if item not in items:
             items.append(item)
         self.roles[at].append((kind, items.index(item)))
 
     def _writes(self, calls: Sequence[fx.Node]) -> bool:
-        """Return whether ``calls`` write values of their segments to the slices of a tensor, in order."""
+        """Return whether ``calls`` (one per segment) assign values that their segments compute to all slices of a
+        tensor, in order.
+        """
         (out, index, value), *others = ([*call.args] for call in calls)
         number = self.number.get(value) if isinstance(value, fx.Node) else None
         if number is None or number[0] or not isinstance(value_of(out), Tensor) or out in self.number:
@@ -278,8 +279,8 @@ class _Loop:
         return False
 
     def _used(self, at: int) -> bool:
-        """Return whether a scan can give the values of the calls of number ``at`` to all their users outside of the
-        segments.
+        """Return whether a scan can provide the values of call number ``at`` to everything that uses them outside of
+        the segments.
         """
         outside: dict[fx.Node, list[int]] = {}
         for k, nodes in enumerate(self.segments):
@@ -302,7 +303,7 @@ class _Loop:
         return self.segments[0][0]
 
     def _undisturbed(self) -> bool:
-        """Return whether the segments can be moved into one loop without a change of any value.
+        """Return whether all segments can be moved to one place of the graph without a change of any value.
 
         The operands must be computed before the first segment and not change until the end of the last. Nothing may
         read the memory that segments write before all of it is written.
@@ -332,7 +333,9 @@ class _Loop:
         return True
 
     def _lasting(self) -> bool:
-        """Return whether nothing behind the segments writes to the memory of their values, which a scan copies."""
+        """Return whether nothing after the loop writes in place to values that the loop has computed. (A scan's results
+        are copies.)
+        """
         used = [*(at for at, _ in self.carries), *self.results]
         memories = {memory_of(nodes[at]) for nodes in self.segments for at in used}
         end = self.order.everywhere[self.segments[-1][-1]]
@@ -342,7 +345,9 @@ class _Loop:
     # --- the step
 
     def _pure(self) -> bool:
-        """Return whether the step has an op's graph: it draws no random numbers and writes to none of its operands."""
+        """Return whether the step can be the function of a scan: it draws no random numbers and does not write to its
+        operands.
+        """
         body = self._body()
         fakes = [x.meta["example_value"] for x in body.find_nodes(op="placeholder")]
         mode = fakes[0].fake_mode
@@ -359,7 +364,9 @@ class _Loop:
         return True
 
     def _body(self) -> fx.Graph:
-        """Return the graph of (carries, a slice of each of ``xs``, the rest) -> (carries, values collected)."""
+        """Return the graph of one step. It takes the carries, one slice of each of ``xs`` and the rest, and returns the
+        new carries and the values to collect.
+        """
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         placeholders: dict[tuple[str, int], fx.Node] = {}
@@ -386,13 +393,15 @@ class _Loop:
 
     @property
     def results(self) -> list[int]:
-        """Return the numbers of the calls whose values of all segments are used."""
+        """Return the numbers of the calls whose values are used from all segments, so that the scan must return them
+        stacked.
+        """
         carried = [at for at, _ in self.carries]
         numbers = [*(number for _, number in self.writes), *self.collected.values()]
         return list(dict.fromkeys([*numbers, *(at for at in self.last if at not in carried)]))
 
     def _values(self) -> dict[str, list[Tensor]]:
-        """Return kind of operand of the step -> an example of each."""
+        """Return example values of the step's operands by kind: "carry", "x" (a slice of a sequence) and "rest"."""
         sliced: list[Tensor] = []
         for series in self.xs:
             x = value_of(series.source)
@@ -403,7 +412,7 @@ class _Loop:
     # --- the scan
 
     def rewrite(self, gm: fx.GraphModule, name: str) -> None:
-        """Puts a scan in the place of the segments; the step becomes attribute ``name`` of ``gm``."""
+        """Replaces the segments in ``gm`` by a scan. The graph of the step becomes the attribute ``name`` of ``gm``."""
         body, results, steps = self._body(), self.results, len(self.segments)
         gm.add_submodule(name, fx.GraphModule({}, body))
         with gm.graph.inserting_before(self.start):
@@ -440,7 +449,9 @@ class _Loop:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases a slice, and the tuple that it is of, if nothing uses it."""
+    """Erases a node that takes a slice if nothing uses it. If it takes an item of a tuple (of ``split``), the tuple is
+    erased as well.
+    """
     if node.op in ("call_function", "call_method") and not node.users:
         source = node.args[0]
         graph.erase_node(node)
@@ -449,20 +460,20 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes among the arguments of ``node``, in their order and as often as they are there."""
+    """Yield the nodes among the arguments of ``node`` in order; a node that is there twice is yielded twice."""
     leaves: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), leaves.append)
     yield from leaves
 
 
 def _have_same_type(nodes: Iterable[fx.Node]) -> bool:
-    """Return whether all ``nodes`` are tensors of one type."""
+    """Return whether all ``nodes`` are tensors of the same shape, dtype and device."""
     values = list(map(value_of, nodes))
     return all(isinstance(x, Tensor) for x in values) and len({(x.shape, x.dtype, x.device) for x in values}) == 1
 
 
 def _collects(user: fx.Node, calls: Sequence[fx.Node]) -> bool:
-    """Return whether ``user`` stacks or joins ``calls`` in their order, and nothing else."""
+    """Return whether ``user`` stacks or concatenates the values of exactly ``calls``, in order."""
     named = arguments(user, "tensors", "dim")
     listed = named.get("tensors")
     return (
@@ -486,13 +497,15 @@ _COLLECTORS = (torch.stack, *_JOINS)
 
 @dataclass(frozen=True)
 class _At:
-    """Inserts calls before ``node``, with its line and module."""
+    """Inserts calls into ``graph`` before ``node``. They get the source line and module of ``node``."""
 
     graph: fx.Graph
     node: fx.Node
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        """Insert a call of a function, or of the method ``target`` of the first argument; return it."""
+        """Insert a call of ``target`` and return its node. A string as ``target`` is the name of a method of the first
+        argument.
+        """
         with self.graph.inserting_before(self.node):
             call = self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(
                 target, args
@@ -505,35 +518,41 @@ class _At:
         return call
 
     def unaliased(self, x: fx.Node, shared: set[Any]) -> fx.Node:
-        """Return ``x``, whose memory is added to ``shared``; a copy if it is in there already."""
+        """Return ``x``, or a copy of it if its memory is in ``shared`` already. Adds its memory to ``shared``."""
         if memory_of(x) in shared:
             return self.call("clone", x)
         shared.add(memory_of(x))
         return x
 
     def item(self, scan: fx.Node, number: int, value: Any) -> fx.Node:
-        """Insert the getitem of result ``number`` of a scan, a tensor like ``value``; return it."""
+        """Insert a getitem of result ``number`` of the node ``scan`` and return it. The result is a tensor like
+        ``value``.
+        """
         result = self.call(operator.getitem, scan, number)
         with value.fake_mode:
             result.meta["example_value"] = torch.empty_like(value)
         return result
 
     def series(self, series: Series) -> fx.Node:
-        """Return all slices of a series, stacked along dim 0."""
+        """Insert calls that stack all slices of a series along dim 0; return the stacked tensor's node."""
         x, dim = series.source, series.dim
         if series.size is not None:
             x = self.call("unflatten", x, dim, (series.count, series.size))
         return self.call("movedim", x, dim, 0)
 
     def write(self, series: Series, every: fx.Node) -> None:
-        """Writes ``every``, the new slices stacked along dim 0, to the tensor of a series."""
+        """Insert calls that assign ``every``, new values of all slices of a series stacked along dim 0, to the tensor
+        of the series.
+        """
         x = self.call("movedim", every, 0, series.dim)
         if series.size is not None:
             x = self.call("flatten", x, series.dim, series.dim + 1)
         self.call(operator.setitem, series.source, WHOLE, x)
 
     def collected(self, collector: fx.Node, every: fx.Node) -> fx.Node:
-        """Return the result of ``collector`` (a stack or concatenation), given all values along dim 0."""
+        """Insert calls that compute the result of ``collector``, a stack or concatenation, and return it. ``every`` has
+        the values to collect, stacked along dim 0.
+        """
         dim = arguments(collector, "tensors", "dim").get("dim", 0)
         joins = collector.target in _JOINS
         dim %= value_of(every).ndim - joins

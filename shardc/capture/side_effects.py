@@ -1,4 +1,4 @@
-"""Side effects of forward: those that would change a result of a program raise `CaptureError`, the others warn.
+"""Handles side effects of forward: those that would change a result of a program raise `CaptureError`, all others warn.
 
 Refused are hooks that a trace would leave out or run twice, replaced buffers, and attributes and globals that forward
 both sets and reads: a program sets none.
@@ -43,7 +43,9 @@ _BACKWARD_FIX = (
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for backward hooks of modules and for global hooks; forward hooks are traced."""
+    """Raises CaptureError if ``model`` has backward hooks, or if hooks for all modules are registered. (Forward hooks
+    of modules are traced.)
+    """
     for path, module in model.named_modules():
         for kind in BACKWARD_HOOKS:
             for hook in getattr(module, kind).values():
@@ -82,7 +84,8 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute or a global that forward sets, or a list or dict in one that it changes.
+    """A change of Python state by forward: an attribute or global that it sets, or a list or dict in one that it
+    changes.
 
     Args:
         expression: as in `Read`; for a global, Dynamo's name of its source.
@@ -102,7 +105,7 @@ class Change:
 
     @property
     def tensors(self) -> list[fx.Node]:
-        """The traced nodes of the tensors in the new value: in lists, dicts, attributes, and closures of functions."""
+        """The traced nodes of all tensors in the new value, also inside of lists, dicts, attributes and closures."""
         todo, inside, seen = [self.value], list[VariableTracker](), dict[int, Any]()
         while todo:
             visited = len(inside)
@@ -113,20 +116,24 @@ class Change:
 
     @property
     def constant(self) -> object:
-        """The new value if it is a constant, or else Dynamo's variable of it."""
+        """The new value if Dynamo knows it as a constant, else Dynamo's variable (its description of a traced
+        value).
+        """
         variable = _traced(self.value)
         return variable.as_python_constant() if type(variable).__name__ == "ConstantVariable" else variable
 
 
 def _traced(variable: VariableTracker) -> VariableTracker:
-    """Return the Dynamo variable that a lazy ``variable`` stands for; itself if it is not lazy or was not used."""
+    """Return the variable that stands behind ``variable`` if that is one of Dynamo's lazy variables that was used, else
+    ``variable`` itself.
+    """
     return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
 
 
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
-    """Context manager that yields a list, to which a trace in the block adds the attributes of modules and the globals
-    that forward sets.
+    """Context manager that yields a list. A trace in the block adds a `Change` for each attribute of a module and each
+    global that forward sets.
     """
     changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
@@ -172,8 +179,8 @@ def changed_reads(
     code: Iterable[CodeType],
     retrace: Callable[[dict[str, Constant]], Reads | None],
 ) -> Reads:
-    """Check that each call reads the same values although forward changes some; return ``reads``, and those of a second
-    trace if it needs one.
+    """Check that the changes of Python state in forward leave the values that each call reads unchanged. Return
+    ``reads``, joined with those of a second trace if the check needs one.
 
     A table that the first call fills, from no input, has the same value in each call. So has a constant that forward
     sets to the same value, if the graph traced with that value is the same.
@@ -231,7 +238,7 @@ def changed_reads(
 
 
 def _variable(change: Change, at: Lookup) -> str:
-    """Return the name by which code reads what ``change`` sets: an attribute, a global or a closure variable.
+    """Return the name in the user's code of what ``change`` sets: an attribute, a global or a closure variable.
 
     Args:
         at: evaluates expressions.
@@ -244,7 +251,9 @@ def _variable(change: Change, at: Lookup) -> str:
 
 
 def _attribute_text(expression: str) -> str:
-    """Return an attribute of the model or a global, named by ``expression``, as an error shows it."""
+    """Return how an error should call the attribute or global that ``expression`` names, such as "the attribute
+    'layers.0.count'".
+    """
     if attribute := name_in(expression, "model"):
         path = re.sub(r"_modules\['([^']+)'\]", r"\1", attribute)
         return f"the attribute {path!r}"
@@ -253,7 +262,9 @@ def _attribute_text(expression: str) -> str:
 
 
 def reads_and_changes(expression: str, name: str, line: str | None) -> CaptureError:
-    """Return the error for an attribute or a global, ``name``, that forward reads and changes."""
+    """Return the error for an attribute or global that forward both reads and changes. ``expression`` is its
+    expression, ``name`` its bare name.
+    """
     fix = "make it a buffer (a tensor) of the model that forward changes in place, or pass it as an input"
     if name_in(expression, "model"):
         fix = (
@@ -270,8 +281,8 @@ def reads_and_changes(expression: str, name: str, line: str | None) -> CaptureEr
 
 @contextmanager
 def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
-    """Context manager in which attributes of a model and globals have ``values``; the keys are expressions as in
-    `Read`.
+    """Context manager in which attributes and globals have other values. ``values`` maps their expressions (as in
+    `Read`) to these values.
     """
     at = Lookup(model)
     places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
@@ -286,7 +297,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
-    """Return whether a node depends on a placeholder of the graph."""
+    """Return whether the value of ``node`` depends on an input of its graph."""
     todo, seen = [node], set()
     while todo:
         current = todo.pop()
@@ -299,8 +310,8 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 
 
 def loaded_names(code: Iterable[CodeType]) -> set[str]:
-    """Return the names of attributes and globals that ``code`` loads, except those loaded only to change or increment
-    them.
+    """Return the names of attributes and globals that ``code`` reads. Reads that only serve to change the object
+    (``self.count += 1``) do not count.
     """
     names: set[str] = set()
     for code_object in code:
@@ -317,7 +328,9 @@ def loaded_names(code: Iterable[CodeType]) -> set[str]:
 
 
 def _loaded_by_bytecode(code: CodeType) -> set[str]:
-    """Return the names of `loaded_names` from bytecode: for code without source, or a lambda within a line."""
+    """Return the names that ``code`` reads, as `loaded_names` does, from its bytecode. It is for code whose source is
+    missing or part of a line.
+    """
     steps = pairwise([*dis.get_instructions(code), None])
     loads = [(step.argval, after) for step, after in steps if step is not None and step.opname.startswith("LOAD_")]
     named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
@@ -325,7 +338,8 @@ def _loaded_by_bytecode(code: CodeType) -> set[str]:
 
 
 class _Loads(ast.NodeVisitor):
-    """AST visitor that collects the names of the attributes and variables that code loads, except to change them.
+    """AST visitor that collects the names of attributes and variables that code reads. Reads that only serve to change
+    the object do not count.
 
     Args:
         names: the names of attributes, extended.
@@ -365,8 +379,8 @@ class _Loads(ast.NodeVisitor):
         self._visit_result(node, node.body)
 
     def _visit_result(self, node: ast.AST, call: ast.expr) -> None:
-        """Visit a statement or lambda; a method ``call`` that changes its object (``append``), and whose result is not
-        used, does not count as a load of the object.
+        """Visit an expression ``call`` whose result is not used. If it is a method call that changes its object
+        (``x.append(y)``), the object does not count as read.
         """
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
             receiver = call.func.value
@@ -389,7 +403,9 @@ class _Loads(ast.NodeVisitor):
 
 
 def _name(node: ast.expr) -> str:
-    """Return the name of the attribute or variable that ``node`` is, or is an item of; "" if it is neither."""
+    """Return the name of the attribute or variable in ``node``, without any subscripts: "b" for ``a.b[0]``. "" for
+    other expressions.
+    """
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -398,7 +414,8 @@ def _name(node: ast.expr) -> str:
 def side_effects(
     messages: Iterable[str], model: nn.Module, run: Callable[[], object], sets: Iterable[Change] = ()
 ) -> list[ShardcWarning]:
-    """Return a warning for each side effect that Dynamo reports; runs the model to find replaced buffers.
+    """Return a warning for each side effect of forward that Dynamo reports. May run the model once, to find buffers
+    that it replaces.
 
     Args:
         messages: the warnings.
@@ -432,7 +449,9 @@ def side_effects(
 
 
 def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[ShardcWarning]:
-    """Return a warning for each list or dict argument that the model changes; runs the model once on fake tensors."""
+    """Return a warning for each list or dict among the arguments that the model changes. Runs the model once on fake
+    tensors.
+    """
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     containers = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
     if not containers:
@@ -449,7 +468,9 @@ Container = list[PyTree] | dict[object, PyTree]
 
 
 def _containers(value: PyTree, name: str) -> Iterator[tuple[str, Container]]:
-    """Yields (expression, container) for ``value``, whose expression is ``name``, and the lists and dicts in it."""
+    """Yields (expression, container) for each list and dict in ``value``, itself included. ``name`` is the expression
+    of ``value``.
+    """
     if isinstance(value, list | dict):
         yield name, value
     if isinstance(value, list | tuple | dict):
@@ -458,7 +479,7 @@ def _containers(value: PyTree, name: str) -> Iterator[tuple[str, Container]]:
 
 
 def _contents(value: Container) -> list[tuple[object, int]]:
-    """Return (key, ``id`` of the value) of each item, in order."""
+    """Return the content of a list or dict in comparable form: (key, ``id`` of the value) of each item."""
     return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
 
 
@@ -466,7 +487,8 @@ Before = dict[str, tuple[nn.Module, dict[str, object], dict[str, Tensor | None]]
 
 
 def replaced_buffers(before: Before, line: Callable[[str], str | None]) -> list[str]:
-    """Return a text for each cache that a run has filled: a buffer that was None and is not saved.
+    """Check which buffers a run of the model has set. Return a text for each that was None and is not saved, which
+    makes it a cache that the run has filled.
 
     Args:
         before: the modules before the run, as `restored` yields them.
@@ -492,8 +514,8 @@ def replaced_buffers(before: Before, line: Callable[[str], str | None]) -> list[
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[Before]:
-    """Context manager that yields module path -> (module, its attributes, its buffers), and restores these attributes
-    and buffers of ``model`` on exit.
+    """Context manager that gives the modules of ``model`` their attributes and buffers back on exit. Yields what they
+    had: module path -> (module, its attributes, its buffers).
     """
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     try:
@@ -507,8 +529,8 @@ def restored(model: nn.Module) -> Iterator[Before]:
 
 
 def _change_text(ref: str, names: Collection[str]) -> str | None:
-    """Return a warning text for a changed object; None for globals of an installed library, which may keep a context
-    there during a call.
+    """Return the warning text for an object that forward changes. None for globals of an installed library, which may
+    keep state there during a call.
 
     Args:
         ref: the object in Dynamo's notation (``L['self']._modules['model'].count``).
@@ -530,13 +552,15 @@ def _change_text(ref: str, names: Collection[str]) -> str | None:
 
 
 def attributes_text(path: str, names: Collection[str]) -> str:
-    """Return the warning text for the module ``path``, whose attributes ``names`` forward sets; they may be unknown."""
+    """Return the warning text for a module (at ``path``) whose forward sets its attributes ``names``. An empty
+    ``names`` means that they are unknown.
+    """
     listed = ", ".join(map(repr, dict.fromkeys(names)))
     return f"{module_text(path)} changes its attribute{'' if len(set(names)) == 1 else 's'}{listed and f' {listed}'}"
 
 
 def module_text(path: str) -> str:
-    """Return the module at ``path``, as warnings name it."""
+    """Return the module at ``path`` as text for a warning: "module 'layers.0'" or "the model"."""
     return f"module {path!r}" if path else "the model"
 
 
@@ -551,7 +575,7 @@ OTHER_FORMS = ((builtins, "print", print_nothing),)
 
 
 def prints(codes: Iterable[CodeType]) -> list[ShardcWarning]:
-    """Return a warning for each traced function of the user's that prints."""
+    """Return a warning for each function of the user's, by its code object, that calls ``print``."""
     lines = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if "print" in code.co_names]
     return [
         ShardcWarning(f"{line} prints in forward; the compiled program does not: print what the module returns")

@@ -1,4 +1,6 @@
-"""Slices by number in Dynamo's graph: element i, or the i-th piece, of one dim of a tensor."""
+"""Finds slices by number in Dynamo's graph: nodes that are element i, or the i-th of equal pieces, along one dim of a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Index = tuple[int | None | tuple[Any, Any, Any], ...]  # a slice as (start, stop
 
 @dataclass(frozen=True)
 class Series:
-    """The slices of a tensor that differ in one number: ``source`` cut along ``dim``, then indexed by ``rest``.
+    """All slices of a tensor along one dim. Slice number i is element i, or the i-th piece of ``size`` elements, of dim
+    ``dim`` of ``source``; ``rest`` indexes the other dims.
 
     Args:
         source: the tensor.
@@ -32,12 +35,12 @@ class Series:
 
     @property
     def index(self) -> tuple[Any, ...]:
-        """Return ``rest`` as an index."""
+        """Return ``rest``, which is stored in hashable form, as an index for a tensor."""
         return tuple(slice(*x) if isinstance(x, tuple) else x for x in self.rest)
 
     @property
     def count(self) -> int:
-        """Return how many slices the tensor has; 0 if they do not have equal sizes."""
+        """Return the number of slices in the series; 0 if the dim is not divisible into pieces of equal size."""
         length = value_of(self.source).shape[self.dim]
         return length // (self.size or 1) if length % (self.size or 1) == 0 else 0
 
@@ -48,8 +51,8 @@ def value_of(node: fx.Node) -> Any:
 
 
 def slices(node: fx.Node) -> Iterator[tuple[Series, int]]:
-    """Yield each (series, number) such that ``node`` is this slice of the series; an index of several numbers has
-    several.
+    """Yield (series, number) for each way in which ``node`` is slice ``number`` of a series. ``x[1, 2]`` is slice 1
+    along dim 0 and slice 2 along dim 1.
     """
     named = arguments(node, "input", "dim", "index", "length")
     source = named.get("input")
@@ -69,12 +72,12 @@ def slices(node: fx.Node) -> Iterator[tuple[Series, int]]:
 
 
 def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
-    """Return the arguments of a call by name, given the names of the positional ones."""
+    """Return name -> argument of a call. ``names`` are the names of the positional parameters."""
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
-    """Yield each (series, number) such that ``source[index]`` is this slice of the series."""
+    """Yield (series, number) for each way in which ``source[index]`` is slice ``number`` of a series."""
     shape = value_of(source).shape
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(x is None or x is Ellipsis or type(x) is int or isinstance(x, slice) for x in entries):
@@ -96,15 +99,15 @@ def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
 
 
 def _rest(entries: Sequence[Any]) -> Index:
-    """Return the index ``entries`` in hashable form; () if it takes all of a slice."""
+    """Return the index ``entries`` in hashable form, or () if it selects everything."""
     if all(isinstance(x, slice) and x == WHOLE for x in entries):
         return ()
     return tuple((x.start, x.stop, x.step) if isinstance(x, slice) else x for x in entries)
 
 
 def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
-    """Yield (series, number) of item ``at`` of ``pieces``, a call of ``unbind``, ``split`` or ``chunk``, if it is a
-    slice.
+    """Yield (series, number) if item ``at`` of ``pieces`` is a slice. ``pieces`` is a call that returns a tuple, such
+    as ``unbind`` or ``split``.
     """
     second = {"unbind": "dim", "split": "split_size_or_sections", "chunk": "chunks"}
     name = pieces.target if pieces.op == "call_method" else getattr(pieces.target, "__name__", "")
@@ -124,8 +127,8 @@ def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
 
 
 def _piece(source: fx.Node, dim: int, start: int, size: int, rest: Index) -> Iterator[tuple[Series, int]]:
-    """Yield (series of pieces of ``size`` elements along ``dim``, number of the piece that begins at ``start``), if it
-    is one.
+    """Yield (series, number) if the ``size`` elements of ``dim`` from ``start`` on are one of equal pieces. The series
+    then has pieces of ``size`` elements.
 
     ``rest`` is the index of the piece.
     """

@@ -1,4 +1,4 @@
-"""Captures a model at symbolic sizes: one trace, from which the graph at concrete sizes is derived.
+"""Captures a model at symbolic sizes: a single trace, from which the graph at any concrete sizes is derived.
 
 Dynamo and AOTAutograd trace with symbols for some sizes of the inputs, and record a guard for every condition on them
 that the model's code or a decomposition evaluates. At sizes that meet the guards, the graph is the trace with numbers
@@ -48,7 +48,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class SymbolicCapture:
-    """A model traced at symbolic sizes.
+    """A model traced at symbolic sizes, and the conditions on the sizes under which the trace is valid.
 
     Args:
         traced: the joint graph at symbolic sizes, with nodes that compute sizes.
@@ -61,7 +61,9 @@ class SymbolicCapture:
     conditions: tuple[Condition, ...]
 
     def broken(self, sizes: Sizes) -> Condition | None:
-        """Return the first condition that ``sizes`` do not meet, or None; names of one symbol must have one size."""
+        """Return the first condition of the capture that ``sizes`` (name -> size) do not meet; None if they meet all.
+        Names that share a symbol must have equal sizes.
+        """
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
         for name, symbol in self.symbols.items():
             if values[symbol] != sizes[name]:
@@ -70,7 +72,7 @@ class SymbolicCapture:
         return next((c for c in self.conditions if c.relation.xreplace(values) != sympy.true), None)
 
     def at(self, sizes: Sizes) -> Captured:
-        """Return the model captured at ``sizes``, which must meet the conditions."""
+        """Return the model as captured at ``sizes`` (name -> size), which must meet the conditions."""
         traced = self.traced
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -100,8 +102,8 @@ def capture_symbolic(
     tags: Sequence[Tag] = (),
     dtypes: Dtypes,
 ) -> SymbolicCapture:
-    """Captures forward and backward as one graph like `shardc.capture.capture`, with symbols for the sizes that
-    ``dynamic`` names; returns the `SymbolicCapture`.
+    """Captures forward and backward as one graph, as `shardc.capture.capture` does, but with symbols for the sizes
+    named in ``dynamic``. Returns a `SymbolicCapture`, which gives the graph at any sizes.
 
     Args:
         dynamic: input -> dim -> the name of its size. If code branches on a size, the example's decides. Names whose
@@ -141,7 +143,8 @@ def capture_symbolic(
 
 
 def _guards_of(env: ShapeEnv, hints: Mapping[int, str], symints: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
-    """Return (relation in the symbols of ``symints``, ``file:line`` or "") of each guard of ``env``.
+    """Return (relation between symbols, ``file:line`` that needs it or "") of each guard on sizes that ``env``
+    recorded. The symbols are those of ``symints``.
 
     Dynamo has its own symbols for the sizes of inputs; they are matched by their example sizes.
     """
@@ -153,7 +156,9 @@ def _guards_of(env: ShapeEnv, hints: Mapping[int, str], symints: Mapping[str, Sy
 def _conditions(
     env: ShapeEnv, symbols: Mapping[str, sympy.Symbol], guards: Sequence[tuple[sympy.Basic, str]]
 ) -> list[Condition]:
-    """Return ``guards`` (relation, line) and the bounds of ``symbols`` as conditions, without those always true."""
+    """Convert guards on sizes (relation, line) and the bounds of the ``symbols`` to conditions in the names of the
+    sizes. Those that always hold are left out.
+    """
     names = {symbol: sympy.Symbol(name) for name, symbol in reversed(list(symbols.items()))}
     relations = list(guards)
     for symbol in names:
@@ -172,7 +177,9 @@ def _conditions(
 def _fixed_size_error(
     model: nn.Module, guards: Sequence[tuple[sympy.Basic, str]], name: str, symbol: sympy.Basic, value: sympy.Basic
 ) -> CaptureError:
-    """Return the error for a size ``name`` whose ``symbol`` must be ``value``; ``guards`` have the line."""
+    """Return the error for a size ``name`` that should be free but that the model fixes: its ``symbol`` must be
+    ``value``. The line comes from ``guards``.
+    """
     source = next((line for relation, line in guards if symbol in relation.free_symbols and line), None)
     return CaptureError(
         f"{type(model).__name__} works at one size of {name!r} only: it must be {value}",
@@ -182,13 +189,15 @@ def _fixed_size_error(
 
 
 def _number(x: Number, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | float:
-    """Return the number ``x`` of a trace with ``values`` substituted for its symbols."""
+    """Return ``x``, a number in the trace, with the ``values`` of symbols substituted."""
     kind = int if isinstance(x, SymInt) else float if isinstance(x, SymFloat) else bool
     return kind(x.node.shape_env.replace(x.node._expr).xreplace(values)) if isinstance(x, _SYMBOLIC) else x
 
 
 def _value_at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object:
-    """Return a fake value of the trace with numbers for symbols, in the active fake mode."""
+    """Return ``x``, a fake value of the trace, with the ``values`` of symbols substituted in its shape. Tensors are
+    made in the active fake mode.
+    """
     if not isinstance(x, Tensor):
         return _number(x, values) if isinstance(x, _SYMBOLIC) else x
     shape = [_number(n, values) if isinstance(n, SymInt) else n for n in x.shape]

@@ -71,7 +71,7 @@ from shardc.logs import timed
 
 
 def as_module(function: Callable[..., PyTree]) -> nn.Module:
-    """Return a module that calls ``function``, with its name and signature."""
+    """Wrap ``function`` as a module that calls it; the module has its name and signature."""
 
     def forward(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return function(*args, **kwargs)
@@ -85,7 +85,8 @@ def as_module(function: Callable[..., PyTree]) -> nn.Module:
 
 
 class CaptureOnce:
-    """Callable like `capture` that caches captures of one model and loss; an equal call returns a copy.
+    """Callable like `capture` that caches what it captures, for one model and loss. An equal call returns a copy of the
+    cached graph.
 
     Calls are equal if they have equal arguments up to the values of tensors, states of torch (autocast, default dtype),
     tags and dtypes, and if the attributes and globals that the capture read have equal values.
@@ -110,7 +111,7 @@ class CaptureOnce:
         dtypes: Dtypes,
         lengths: Collection[int] = (),
     ) -> Captured:
-        """Return the `Captured` model, a copy from the cache after an equal call; arguments are those of `capture`."""
+        """Return the captured model, from the cache after an equal call. Arguments are those of `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         tensors = (*model.named_parameters(), *model.named_buffers())
         inputs = [_metadata(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
@@ -130,12 +131,12 @@ class CaptureOnce:
 
 
 def _metadata(x: Tensor) -> tuple[object, ...]:
-    """Return the shape, stride, dtype and ``requires_grad`` of ``x``, on which a capture depends."""
+    """Return what a capture depends on of the tensor ``x``: its shape, stride, dtype and ``requires_grad``."""
     return x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of ``gm`` whose nodes have their own meta dicts; the fake values in these are shared."""
+    """Return a copy of ``gm``. Its nodes have meta dicts of their own, which share the fake values."""
     return fx.GraphModule(gm, ir.copied(gm.graph))
 
 
@@ -180,7 +181,7 @@ class _Root(nn.Module):
         self._extra = 0 if loss is None else loss_arity(loss)
 
     def forward(self, *tensors: Tensor) -> PyTree:
-        """Return the outputs of `run`, each tensor marked; a tensor that is returned twice is detached the
+        """Return the outputs of `run`, each tensor marked by a tag op. A tensor that is returned twice is detached the
         second time.
         """
         out = self.run(tensors)
@@ -188,7 +189,7 @@ class _Root(nn.Module):
         first: list[Tensor] = []
 
         def marked(x: Tensor) -> Tensor:
-            """Return an output tensor, marked as an output."""
+            """Return the output ``x`` passed through a tag op, which marks it."""
             if any(x is before for before in first):  # its gradients go to the first output
                 return mark(x.detach(), name=SAME)
             first.append(x)
@@ -197,7 +198,7 @@ class _Root(nn.Module):
         return pytree.tree_map_only(Tensor, marked, out)
 
     def run(self, tensors: Sequence[Tensor]) -> PyTree:
-        """Return what the model returns for ``tensors``, or the loss if there is one."""
+        """Run the model on ``tensors``. Return the loss if there is one, else what the model returns."""
         args, kwargs, extra = self.arguments(tensors)
         out = self.model(*args, **kwargs)
         if self._loss is not None:
@@ -206,8 +207,8 @@ class _Root(nn.Module):
         return out
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[PyTree], dict[str, PyTree], Sequence[PyTree]]:
-        """Return (args of the model, its kwargs, args of the loss after the output), with ``tensors`` as the tensor
-        leaves.
+        """Put ``tensors`` into the arguments. Return (args of the model, its kwargs, args of the loss after the model's
+        output).
         """
         flat = list(self._flat)
         for at, x in zip(self._places, tensors, strict=True):
@@ -223,7 +224,9 @@ def loss_arity(loss: Loss) -> int:
 
 
 def target_names(loss: Loss) -> tuple[str, ...]:
-    """Return the names of the targets: arguments that ``loss`` needs after the output; InputError for a builtin."""
+    """Return the names of the targets: the arguments that ``loss`` needs after the model's output. InputError if
+    ``loss`` has no signature (a builtin).
+    """
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -238,7 +241,7 @@ def target_names(loss: Loss) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Traced(Captured):
-    """The joint graph that AOTAutograd returns, before its nodes are annotated.
+    """The joint graph as AOTAutograd returns it, before its nodes are annotated, and what the annotation needs.
 
     Args:
         names: every name of each parameter and buffer -> the first name of that tensor.
@@ -256,7 +259,9 @@ class Traced(Captured):
     owners: dict[int, str]
 
     def annotated(self) -> Captured:
-        """Return the captured model; annotates ``graph`` in place."""
+        """Rewrite the graph's ops to those that have rules, annotate its nodes, and return the captured model.
+        ``graph`` is changed in place.
+        """
         refuse_sparse(self.graph.graph)
         functions_as_ops(self.graph)
         loop_gradients(self.graph, decompositions())
@@ -282,7 +287,8 @@ def capture(
     dtypes: Dtypes = UNCHANGED,
     lengths: Collection[int] = (),
 ) -> Captured:
-    """Traces ``loss(model(*args), ...)`` to one joint graph and returns it as `Captured`; ``model`` is left unchanged.
+    """Traces the model and its loss, forward and backward, to one joint graph at global shapes, and returns it as
+    `Captured`. ``model`` is left unchanged.
 
     Args:
         model: the module, on any device (``meta`` and fake included); its mode (train or eval) is traced.
@@ -317,7 +323,8 @@ def trace(
     lengths: Collection[int] = (),
     retraces: bool = True,
 ) -> Traced:
-    """Traces forward and backward to one joint graph and returns it as `Traced`, without annotations; see `capture`.
+    """Traces forward and backward to one joint graph, and returns it as a `Traced`, whose nodes are not annotated yet.
+    Arguments not listed here are those of `capture`.
 
     Args:
         mode: the mode of the graph's fake values.
@@ -459,7 +466,8 @@ def _first_names(root: nn.Module) -> dict[str, str]:
 
 
 def _settings() -> dict[str, object]:
-    """Return name -> value in Dynamo's config for a capture, limited to the settings of this torch version.
+    """Return the settings of Dynamo's config for a capture, as name -> value. Settings that this version of torch lacks
+    are left out.
 
     Numbers and sizes are constants, also after captures at other sizes. Recurrent layers, and gradients that the model
     itself computes, are traced through.
@@ -472,14 +480,16 @@ def _settings() -> dict[str, object]:
 
 
 def _logging() -> set[Callable[..., object]]:
-    """Return the functions that log or warn, with methods that libraries added to loggers: a trace skips them."""
+    """Return the functions that a trace skips because they log or warn. Methods that libraries added to Python's
+    loggers are among them.
+    """
     levels = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
     added = {method for name, method in vars(logging.Logger).items() if name.startswith(levels)}
     return added | {warnings.warn} | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def decompositions() -> dict[Any, Callable[..., object]]:
-    """Return op overload -> decomposition, for AOTAutograd."""
+    """Return op overload -> decomposition, the table with which AOTAutograd traces."""
     ops = [getattr(torch.ops.aten, name) for name in FROM_TORCH if hasattr(torch.ops.aten, name)]
     return {**get_decompositions(ops), **OWN, **random_decompositions()}
 
@@ -511,7 +521,8 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
 
 
 def input_names(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], extra: int = 0) -> list[str]:
-    """Return a dotted name for each flat leaf of ``(args, kwargs)``, with ``.input`` if a parameter has that name.
+    """Return a dotted name for each flat leaf of ``(args, kwargs)``, such as ``batch.tokens``. A name that a parameter
+    or buffer has too gets the suffix ``.input``.
 
     Args:
         extra: the number of ``args``, at the end, for the loss: they are named ``target``, or ``target0`` and so on.

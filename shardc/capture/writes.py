@@ -1,4 +1,4 @@
-"""Writes in Dynamo's graph: calls that change a tensor in place."""
+"""Finds calls in Dynamo's graph that change a tensor in place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from shardc.capture.slices import value_of
 
 
 def memory_of(node: fx.Node) -> Any:
-    """Return an id of a tensor's memory, equal for its views; None for other values."""
+    """Return an id of the memory of the tensor ``node``; a tensor and its views have equal ids. None for other
+    values.
+    """
     value = value_of(node)
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a call that it may change in place."""
+    """Return those operands of a call that the call may change in place."""
     if node.op in _NO_CALL or not _may_write(node):
         return []
     if node.target is operator.setitem or node.op == "call_method" and node.target.endswith("_"):
@@ -44,7 +46,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _has_inplace(target: Callable[..., object]) -> bool:
-    """Return whether a function has a parameter ``inplace``."""
+    """Return whether the function ``target`` has a parameter named ``inplace``."""
     try:
         return "inplace" in inspect.signature(target).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Higher-order ops in Dynamo's graph that are written out as plain ops, with ordinary gradients and rules.
+"""Writes higher-order ops in Dynamo's graph out as plain ops, which have ordinary gradients and sharding rules.
 
 - `flex_attention` whose functions do not broadcast (`shardc.capture.flex`), or whose largest scores are used: its
   score and mask functions, graphs of scalars, are mapped over all places, as in torch's reference.
@@ -35,7 +35,8 @@ from shardc.ir.code import calling_line
 
 
 def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
-    """Replaces calls of higher-order ops by functions of plain ops, in a graph of Dynamo's and in those within it.
+    """Replaces the higher-order ops in ``gm``, a graph of Dynamo's, and in the graphs inside of it, by functions of
+    plain ops.
 
     Args:
         lengths: lengths of the sequences that the plan splits; scans over all of one, or its pieces, stay scans.
@@ -56,12 +57,12 @@ def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
 
 
 def _largest(call: fx.Node) -> bool:
-    """Return whether the third result of a ``flex_attention`` is used, the largest score of each query."""
+    """Return whether the third result of ``call``, a ``flex_attention``, is used: the largest score of each query."""
     return any(user.target is not getitem or user.args[1] == 2 and user.users for user in call.users)
 
 
 def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
-    """Return the results of ``body`` for each slice of ``xs`` along dim 0, stacked."""
+    """Compute torch's ``map``: apply ``body`` to each slice of ``xs`` along dim 0, and return its results, stacked."""
     targets = [x.target for x in body.graph.nodes if x.op == "call_function"]
     if any(getattr(x, "__name__", "") == "autograd_function_apply" or _is_users_op(x) for x in targets):
         results = [_run(body, *slices, *args) for slices in zip(*(x.unbind(0) for x in xs), strict=True)]
@@ -70,7 +71,7 @@ def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any
 
 
 def _is_users_op(target: object) -> bool:
-    """Return whether ``target`` is an op of ``torch.library``, which may have no form under ``vmap``."""
+    """Return whether ``target`` is a custom op (of ``torch.library``). Such an op may not work under ``vmap``."""
     return isinstance(target, OpOverload | OpOverloadPacket) and str(target).partition(".")[0] not in ("aten", "prims")
 
 
@@ -78,7 +79,7 @@ _WRITTEN_STEPS = 1024  # most nodes that a scan becomes; a longer one stays an o
 
 
 def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    """Return the results of a scan by ``step``: step after step if that is few ops in all, else by `scan`."""
+    """Compute torch's ``scan``. A scan of few ops in all is written out step by step; others are computed by `scan`."""
     steps = len(xs[0]) if xs else 0
     if not 0 < steps * len(step.graph.nodes) <= _WRITTEN_STEPS:
         return scan(step, carries, xs, rest)
@@ -90,7 +91,8 @@ def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], re
 
 
 def scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    """Return the results of torch's scan, with correct gradients where those of torch are wrong or raise.
+    """Compute torch's ``scan`` and return its results. Gradients are correct also where those of torch's op are wrong
+    or raise.
 
     Before torch 2.13 they are wrong if a first carry requires no gradient. They raise if the gradients of two last
     carries share memory.
@@ -103,7 +105,9 @@ def scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], res
 
 
 class _OwnGradient(torch.autograd.Function):
-    """The identity, whose gradient has memory of its own."""
+    """Autograd function that is the identity. The gradient that it passes on is a copy, which shares memory with no
+    other gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,28 +119,30 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def _has_gradient(x: Tensor) -> bool:
-    """Return whether ``x`` is of a dtype that can have a gradient."""
+    """Return whether the dtype of ``x`` can have a gradient: it is floating-point or complex."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _split(results: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return (the first ``count`` results, the others)."""
+    """Return ``results`` in two parts: the first ``count``, and the others."""
     return results[:count], results[count:]
 
 
 def _invoke(body: fx.GraphModule, _: str, *operands: Any) -> Any:
-    """Return the results of the graph that ``invoke_subgraph`` calls."""
+    """Compute torch's ``invoke_subgraph``: return the results of ``body``, the graph that it calls."""
     return _run(body, *operands)
 
 
 def _run(body: fx.GraphModule, *operands: Any) -> Any:
-    """Return the results of ``body``, whose ops keep their lines and modules in a trace."""
+    """Run the graph of ``body`` node by node and return its results. In a trace, the ops keep the source lines and
+    modules of the nodes.
+    """
     return fx.Interpreter(body).run(*operands)  # which keeps the lines and modules of the nodes, unlike a call
 
 
 class _Loop(torch.autograd.Function):
-    """Autograd function of a while loop. Its gradient is a mark with the loop's results, by which `loop_gradients`
-    finds it.
+    """Autograd function of a while loop. Its backward leaves a mark in the trace, which `loop_gradients` replaces by
+    the gradient.
     """
 
     @staticmethod
@@ -166,7 +172,7 @@ _GRADIENTS = {
 
 
 def _while_loop(condition: Any, step: fx.GraphModule, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
-    """Return the results of a while loop, by `_Loop`.
+    """Compute torch's ``while_loop`` by the autograd function `_Loop`, and return its results.
 
     Raises:
         CaptureError: a trace of the ops of a step leaves out a gradient that the step takes, or that the loop needs.
@@ -189,7 +195,8 @@ def _while_loop(condition: Any, step: fx.GraphModule, carries: Sequence[Any], re
 
 
 def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[Any], rest: Sequence[Any]) -> Any:
-    """Return the carries after one ``step``, in ``mode``: they have the types of a while loop's results.
+    """Run one ``step`` of a while loop in the fake ``mode``; return the new carries. Their types are those of the
+    loop's results.
 
     It replaces torch's fake loop, which makes symbols of numbers.
     """
@@ -206,7 +213,9 @@ _PLAIN: dict[object, Callable[..., Any]] = {
 
 
 def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Does nothing: replaces torch's check that raises for gradients on CPUs."""
+    """Replaces torch's check of devices in ``flex_attention``, which raises for gradients on CPUs, by one that never
+    raises.
+    """
 
 
 # (owner, attribute name, replacement)
