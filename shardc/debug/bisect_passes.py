@@ -152,7 +152,8 @@ def _one_device(
 
 
 class _Stages:
-    """Checks stages in order: compares results with one device, and values of nodes with those of the previous stage.
+    """Checks stages in order. Compares outputs and gradients of each with one device, and values of nodes with those
+    of the previous stage.
 
     Args:
         program: the compiled program.
@@ -226,7 +227,8 @@ class _Stages:
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
     def _due(self, stage: str, key: Key) -> bool:
-        """Return whether the graph of ``stage`` must compute the result ``key``; a backward computes gradients only.
+        """Return whether the graph of ``stage`` computes the result ``key``. A backward graph computes gradients, a
+        forward graph the others.
 
         A buffer that forward does not change is no result.
         """
@@ -239,7 +241,7 @@ class _Stages:
         )
 
     def _values(self, stage: str, gm: fx.GraphModule) -> Values:
-        """Run the graph of a stage; return its values as global tensors."""
+        """Run the graph ``gm`` of a stage; return the values of its nodes and outputs as global tensors."""
         feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
         if not self.program.is_half(stage) and stage not in LOCAL:
             return on_layouts(gm, Mesh() if stage in GLOBAL else self.mesh, feed)
@@ -265,8 +267,8 @@ class _Stages:
                 yield ("tangent", role.index), self.feed["tangent", role.index] * over / scale
 
     def _first(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
-        """Return (first node of a stage whose value differs from that of the previous stage, its error); (None, 0.0)
-        for none.
+        """Find the first node of a stage whose value differs from the previous stage's. Return (node, relative
+        error), or (None, 0.0) if there is none.
         """
         expected = dict(self.before)
         for node in gm.graph.nodes:

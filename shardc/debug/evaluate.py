@@ -65,7 +65,9 @@ def key_of(role: Role) -> Key:
 
 
 def refuse(graph: fx.Graph) -> None:
-    """Raise InputError if one process cannot run the graph as one device would: a manual region, or random draws."""
+    """Raise InputError if a graph cannot be evaluated in one process as on one device, since it has a manual region
+    or draws random numbers.
+    """
     for node in graph.nodes:
         if node.target in local_regions.OPS:
             raise InputError(f"{ir.info(node).name} is a manual region, which only runs on ranks", fix="leave it out")

@@ -262,7 +262,7 @@ def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, 
 
 
 def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
-    """Return the use of a gradient: the op that computes it, with the collectives that reduce it."""
+    """Return, as a `Use`, the op that computes a gradient, with the collectives that reduce it."""
     way: tuple[fx.Node, ...] = ()
     while grad.target in _MOVES:
         way, (grad,) = (grad, *way), grad.all_input_nodes

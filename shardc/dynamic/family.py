@@ -44,7 +44,9 @@ class DynamicDims:
         self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in dims_by_input.items()}
 
     def mark(self, inputs: Sequence[tuple[str, object]]) -> None:
-        """Adds the dims of ``inputs`` that are marked as dynamic; each gets its own name, ``"x[0]"``."""
+        """Adds the dims of ``inputs`` that the user marked as dynamic (``torch._dynamo.mark_dynamic``). Each gets its
+        own size name, such as ``"x[0]"``.
+        """
         for name, x in inputs:
             for dim in sorted(getattr(x, _compat.DYNAMIC_DIMS, ())):
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
@@ -182,7 +184,7 @@ class Family:
         return self._build(self.symbolic.at(sizes), sizes)
 
     def _fitted(self, modulus: int, above: bool) -> None:
-        """Compile the programs at three sizes above (or below) the example's, and fit the graphs of a step to them.
+        """Compile programs at three sets of sizes, above the example's or below it. Fit the graphs of a step to them.
 
         Args:
             modulus: the sizes are congruent to the example's modulo this number.
@@ -194,7 +196,9 @@ class Family:
         self._fit_graphs()
 
     def _fit_graphs(self) -> None:
-        """Fits the graphs of a step and the layouts of its outputs to polynomials in the sizes."""
+        """Merges the graphs of the three programs, and the layouts of their outputs, to graphs for any sizes: numbers
+        become polynomials in the sizes.
+        """
         programs = self.programs
         self._graphs: dict[Phase, SizedGraph | None] = {}
         self._using: dict[frozenset[int], Family] = {}
@@ -226,7 +230,9 @@ class Family:
         return near
 
     def _built(self, point: Sizes, warns: bool) -> Program:
-        """Compiles the program for the sizes ``point``; repeats its warnings if ``warns``."""
+        """Compiles the program for the sizes ``point``. Warnings of the compilation are given again, with the sizes,
+        if ``warns``.
+        """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             program = self.build(point)
@@ -323,7 +329,7 @@ class SizedProgram(Program):
 
     @cached_property
     def alone(self) -> Program:
-        """The program compiled for these sizes only: its dumps are shown in place of this program's."""
+        """The program compiled for exactly these sizes. Dumps of this program show the graphs of that one."""
         return self.family.build(self.sizes)
 
     @property

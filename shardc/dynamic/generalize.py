@@ -251,7 +251,8 @@ def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit)
 
 
 def _quotient(values: Sequence[float], fit: Fit) -> Quotient:
-    """Return floats that are quotients of sizes (a mean's ``1 / n``, a variance's ``n / (n - 1)``) as a `Quotient`.
+    """Return a float argument that depends on sizes as a `Quotient` of two polynomials: a mean's ``1 / n``, a
+    variance's ``n / (n - 1)``.
 
     ``values`` has one float per graph.
     """
@@ -268,8 +269,8 @@ def _fraction(x: float) -> Fraction | None:
 
 
 def _val(values: Sequence[Any], fit: Fit) -> object:
-    """Returns the fake values of one node, merged over all graphs: a `Shape` for a tensor, a tuple of them for several
-    results.
+    """Merges the fake values that one node has in each graph: a `Shape` for any sizes in place of a tensor, a tuple
+    of these for several results, None for other values.
     """
     first = values[0]
     if isinstance(first, Tensor):
@@ -293,8 +294,8 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, 
 
 
 def fitted_layouts(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[object, ...]:
-    """Merges the outputs' layouts at three example sizes. For each output, return its dims as tuples of (size or
-    polynomial, mesh axis), or None if it has no layout.
+    """Merges the outputs' layouts at three sets of sizes. For each output returns its dims, each a tuple of (size or
+    polynomial, mesh axis) per digit; None if the output has no layout.
 
     Raises:
         Differs, LayoutError: the outputs differ in more than sizes, or a size is no simple function of the sizes.

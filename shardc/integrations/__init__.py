@@ -25,6 +25,8 @@ def classes_for(model: object) -> tuple[type[ShardedModule], type[Namespace]]:
 
 
 def _saves_as_library(model: object) -> bool:
-    """Whether ``save_pretrained`` of a model is that of a library which writes the model's ``state_dict()``."""
+    """Whether ``model.save_pretrained`` comes from peft, diffusers or huggingface_hub, which write the model's
+    ``state_dict()``.
+    """
     owners = (cls.__module__ for cls in type(model).__mro__ if "save_pretrained" in vars(cls))
     return next(owners, "").startswith(("peft.", "diffusers.", "huggingface_hub."))

@@ -73,7 +73,9 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def shares(self) -> tuple[int, int]:
-        """(Number of parts that a batch is split into, index of this rank's part); ranks may have the same part."""
+        """(Number of parts that each batch is split into, index of the part for this rank). Several ranks may get the
+        same part.
+        """
         if self._sharded is None:
             return self.num_processes, self.process_index
         return data_parts(self._sharded)
@@ -81,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Leaves a compiled module as it is; other models are wrapped as by accelerate."""
+        """Returns a compiled module as it is. Other models are wrapped as accelerate does."""
         if not isinstance(model, ShardedModule):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if self._sharded is None:  # a reference model may follow

@@ -77,7 +77,9 @@ def _read(file: safe_open, name: str, meta: torch.Tensor, index: tuple[Sequence[
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yields each run of consecutive indices: its slice of the tensor, and its slice of ``indices``."""
+    """Splits ``indices`` into runs of consecutive numbers. Yields for each run (its slice of the tensor, its slice of
+    ``indices``).
+    """
     if isinstance(indices, range):
         yield slice(indices.start, indices.stop), slice(0, len(indices))
         return

@@ -165,8 +165,8 @@ class ShardedPretrained(ShardedModule):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """Returns whether a rank has unfinished rows; ``generate`` asks before each token, and ranks whose rows are
-        finished pad them meanwhile.
+        """Returns whether any rank has unfinished sequences. ``generate`` asks this before each token; ranks that are
+        finished go on with padding.
 
         All ranks run the same program, so none may stop before the others.
         """
@@ -206,7 +206,9 @@ class ShardedPretrained(ShardedModule):
 
 
 def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
-    """Maps the name of each tensor of a checkpoint to a `Lazy`; reading one gathers it, a collective."""
+    """Maps the name of each tensor of a checkpoint to a `Lazy`. Reading a `Lazy` gathers the tensor to the first
+    rank; all ranks must do so.
+    """
     present: Any = state.params.present()
     ignored = set(present._keys_to_ignore_on_save or ())
     metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}

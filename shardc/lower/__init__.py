@@ -83,7 +83,7 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
 
 
 def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) -> Compiled:
-    """Return ``half`` as `Compiled` with the ``codes`` of its segments.
+    """Join the compiled ``codes`` of the segments of ``half`` to one callable, a `Compiled`.
 
     If all segments have generated code, its arena is planned by the lifetimes of values in that code.
     """

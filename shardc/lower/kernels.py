@@ -61,7 +61,9 @@ _deferred: ContextVar[_Scopes | None] = ContextVar("_deferred", default=None)  #
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Context manager in which the C++ kernels of each graph that this thread compiles or loads share files."""
+    """Context manager in which the C++ kernels of each graph are compiled, or loaded, as one file. Applies to graphs
+    of this thread only.
+    """
     alone, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
 
     def defer_kernel(self: AsyncCompile, argtypes: list[str], source_code: str) -> object:
@@ -145,8 +147,8 @@ def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
 
 
 def _load(text: str, by: AsyncCompile) -> Load:
-    """Begin to compile the C++ source ``text``, if it is not cached; return a function that waits for the module and
-    returns it.
+    """Start to compile the C++ source ``text``, unless it is cached. Return a function that waits for the compiled
+    module and returns it.
     """
     # `load_async` submits while it holds the lock that the work takes. With one thread, that would wait for itself.
     submit = by.submit if get_compile_threads() > 1 else None
@@ -154,7 +156,9 @@ def _load(text: str, by: AsyncCompile) -> Load:
 
 
 def _whole(load: Load) -> ModuleType:
-    """Return the module that ``load`` loads; compiles it again if a killed compiler has left a broken file."""
+    """Return the module of compiled kernels that ``load`` loads. If its file is broken, as after a killed compiler,
+    it is compiled again.
+    """
     try:
         return load()
     except ImportError as error:

@@ -23,8 +23,8 @@ c10d = torch.ops._c10d_functional
 
 
 def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into (forward, backward) by AOTAutograd's min-cut, which saves little and recomputes cheap
-    ops in backward.
+    """Split a joint graph into (forward, backward) by AOTAutograd's min-cut partitioner: few values are saved, and
+    cheap ops are recomputed in backward.
 
     ``joint`` itself stays unchanged.
     """
@@ -76,8 +76,8 @@ def _replace_floats(graph: fx.Graph, change: Callable[[float], float]) -> bool:
 
 @contextmanager
 def _without_random_state() -> Iterator[None]:
-    """Context manager in which the min-cut saves no random state: attention kernels without dropout are tagged as
-    random too.
+    """Context manager in which torch's min-cut does not save random states. It would do so for attention kernels
+    without dropout too, as they are tagged as random.
     """
     original = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False

@@ -363,8 +363,8 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         return Loops(program, run, argument, by_name, over)
 
     def step() -> Microstep:
-        """Runs the microbatches of the call and returns the `Microstep`; InputError if a layer of experts exceeded its
-        capacity.
+        """Runs all microbatches of the call, and returns outputs and gradients as a `Microstep`. Raises InputError if
+        a layer of experts exceeded its capacity.
         """
         computed = Microstep(program, loops, grad)
         runner.check_loads(runner.routing.unchecked())
@@ -414,7 +414,9 @@ def _separate(program: Executable, step: Microstep, takes: Sequence[Role], feed:
 
 
 def _accumulate(param: Tensor, grad: Tensor) -> None:
-    """Adds ``grad`` to ``param.grad`` where autograd does not: for a parameter that is frozen or not in the program."""
+    """Adds ``grad`` to ``param.grad``, as autograd does for other parameters. This one is frozen, or is not in the
+    program.
+    """
     param.grad = grad if param.grad is None else param.grad + grad
 
 

@@ -1,4 +1,5 @@
-"""Outputs and saved values of a compiled forward, such that in-place changes of outputs are as safe as on one device.
+"""Outputs of a compiled forward, and values saved for backward. In-place changes of outputs are as safe as on one
+device.
 
 On one device, changing an output in place is harmless if no backward reads it; otherwise autograd's version counter
 makes the backward raise. A compiled backward may read other tensors: for example, it may recompute a value from an
@@ -37,7 +38,7 @@ Listened = tuple[int, GradHooks, weakref.ref[Tensor]]  # (position of an output,
 
 @dataclass(frozen=True)
 class SameMemory:
-    """The tensors with which one output shares its memory in a run on this rank; false as a bool if there are none.
+    """Records which tensors share memory with one output in a run on this rank. It is false as a bool if none does.
 
     Args:
         feed_index: position of an input of the forward.
@@ -56,7 +57,8 @@ class SameMemory:
 
 
 class Border:
-    """Splits the results of one program's forward or inference graph into outputs and values to save for the backward.
+    """Splits the results of one program's graph into outputs and values saved for backward. Makes outputs alias,
+    count versions and take hooks as on one device.
 
     Outputs get the aliasing, versions and hooks that they have on one device.
 
@@ -97,8 +99,8 @@ class Border:
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
-        """Maps each model output, by its position among the graph's results, to its `Returned`: what it aliases on one
-        device.
+        """Maps the position of each model output among the graph's results to what it aliases on one device
+        (`Returned`).
         """
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
@@ -127,7 +129,8 @@ class Border:
         return self._read_only(half, outputs, feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Node | None) -> None:
-        """Fills in the views, which are None in ``outputs``, drops the base tensors, and gives outputs gradient hooks.
+        """Completes the outputs of a forward graph for the user, in place: makes the outputs that are views (None so
+        far), drops the base tensors, and attaches gradient hooks.
 
         Args:
             half: the forward that has run.
@@ -176,13 +179,16 @@ class Border:
 
     @cached_property
     def overwritten(self) -> dict[str, str]:
-        """Maps saved value to buffer, by name, for the buffers that the program changes and the backward reads."""
+        """Maps name of a saved value -> name of a buffer, for each buffer that forward changes and backward reads.
+        Backward reads the saved value instead.
+        """
         changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
         read = self.half(BACKWARD).reads
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
     def split_results(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Splits a forward graph's results into (outputs and base tensors, saved values); views are None.
+        """Splits the results of a forward graph into (outputs and base tensors, values saved for backward). Outputs
+        that are views become None, and are made later from base tensors.
 
         Saved values hold no output: an output whose graph holds it would never be freed.
         """
@@ -211,7 +217,8 @@ class Border:
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-        """Maps the index of each model output to its gradient; ``tangents``: those of the outputs of `split_results`.
+        """Returns the gradient of each model output by index. ``tangents`` has the gradients of the tensors that
+        `split_results` returned, base tensors included.
 
         The gradient of a view of a base tensor is cut out of the base's.
         """
@@ -282,7 +289,9 @@ class Border:
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
     ) -> dict[int, SameMemory]:
-        """Maps the position of each output or base that shares memory here to its `SameMemory`; cached per graph."""
+        """Finds the outputs and base tensors that share memory with another tensor in this run. Returns position ->
+        with what (`SameMemory`); cached per graph.
+        """
         if half in self._shared:
             return self._shared[half]
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
@@ -306,8 +315,8 @@ class Border:
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
-        """Returns the tensor whose memory output ``at`` shares both here (``shared`` says with what) and on one device;
-        None if there is none.
+        """Returns the tensor whose memory output ``at`` shares on one device and here (``shared``); None if there is
+        none.
         """
         output = self._behind[half][at]
         if shared.feed_index is not None and output.of is not None:
@@ -435,7 +444,9 @@ class _ToDTensorContext(Protocol):
 
 
 class _ToDTensor(torch.autograd.Function):
-    """Autograd function from a local tensor to a DTensor; backward returns the local tensor of the DTensor gradient."""
+    """Autograd function that wraps a local tensor as a DTensor. Backward returns the local tensor of the DTensor's
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: _ToDTensorContext, local: Tensor, spec: DTensorSpec) -> Tensor:

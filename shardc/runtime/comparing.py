@@ -73,7 +73,7 @@ class Comparisons:
     def arrive(
         self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, Message], None]
     ) -> tuple[int, str] | None:
-        """Publishes this rank's hash ``key`` of event ``number``; returns (rank, hash) of the first rank if it differs.
+        """Publishes this rank's hash ``key`` of event ``number``. Compares it with that of the rank that came first.
 
         Args:
             announce: called with ``number`` if this rank is the first, and with ``["differs", number, rank, key]`` if
@@ -158,11 +158,8 @@ class Comparisons:
         return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     def hear_all(self, store: dist.Store, number: int) -> str:
-        """Counts this rank among those that have read how ranks differ at event ``number``; returns the store key that
-        is set when all have.
-
-        Returns:
-            The store key that the last rank to do so sets.
+        """Counts this rank among those that have read how event ``number`` differs between ranks. Returns the store
+        key that is set when all ranks have read it.
         """
         heard = f"{self.at(number)}all heard"
         if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
@@ -182,7 +179,8 @@ _STUCK = 15  # samples in the same call of a collective, before a rank refuses
 
 
 class Meeting:
-    """Checks that all ranks call the same collective method (one that all must call); one object per rank and mesh.
+    """Checks that all ranks call the same collective method, and reports a rank that calls it alone. There is one
+    object per rank and mesh.
 
     Args:
         prefix: prefix of the keys in the store.
@@ -208,7 +206,8 @@ class Meeting:
         log: Callable[[dist.Store, Message], None],
         check: Callable[[], None],
     ) -> None:
-        """Waits until all ranks call the collective ``method``, with ``number`` events before it.
+        """Waits until all ranks call the collective method named ``method``. ``number`` is the number of this rank's
+        last event.
 
         Args:
             log: sends a message to the listener threads of all ranks.
@@ -240,7 +239,9 @@ class Meeting:
             )
 
     def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
-        """Polls the store for ``<at>verdict`` and returns its text; refuses ``attempt`` if a rank has ended."""
+        """Polls the store for the verdict of a call of a collective method (key prefix ``at``), and returns its text.
+        If a rank has ended, sets the verdict to that.
+        """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([f"{at}verdict"]):
             check()
@@ -254,7 +255,8 @@ class Meeting:
         return store.get(f"{at}verdict").decode()
 
     def _refuse(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
-        """Fails ``attempt``: sets its verdict in the store to the reason ``why``, unless it has one.
+        """Ends a rank's wait in a collective method with an error: sets the verdict of that call (``attempt``) in the
+        store to the reason ``why``. A verdict that is already there stays.
 
         The next call of a method then opens a new attempt.
         """
@@ -298,7 +300,8 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
 
     def _refuse_invited(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
-        """Fails another rank's ``attempt`` with the reason ``why``.
+        """Ends another rank's wait in a collective method with an error for the reason ``why``. ``attempt`` is the
+        name of that call in the store.
 
         If an attempt of this rank at the same event failed, its reason is given: the other rank came late and opened a
         new one.

@@ -24,7 +24,9 @@ def opened(tree: PyTree) -> PyTree:
 
 
 def closed(tree: PyTree, values: PyTree) -> PyTree:
-    """Returns ``values``, of the structure of ``opened(tree)``, in the structure and classes of ``tree``."""
+    """Inverts `opened`: converts ``values``, which are structured like ``opened(tree)``, back to the containers and
+    classes of ``tree``.
+    """
     leaves, spec = pytree.tree_flatten(tree)
     parts = spec.flatten_up_to(values)
     return pytree.tree_unflatten([_close(leaf, part) for leaf, part in zip(leaves, parts, strict=True)], spec)

@@ -31,7 +31,7 @@ class Recorder(Protocol):
     capturable: bool
 
     def warm(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` once, in the way that has to precede its recording; returns its result."""
+        """Runs ``function`` once as preparation for its recording, and returns its result."""
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function that repeats the kernels of ``function``; its results are the same tensors each time.

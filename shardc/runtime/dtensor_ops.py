@@ -145,9 +145,7 @@ def _str(self: DTensor) -> str:
 
 
 def _deepcopy(self: DTensor, memo: dict[int, object]) -> object:
-    """Returns a copy of a leaf of autograd with its ``.grad``, in the same layout; torch's own method fails on
-    DTensors.
-    """
+    """Copies a leaf of autograd with its ``.grad``, in the same layout. Torch's own method fails on DTensors."""
     if id(self) in memo:
         return memo[id(self)]
     if not self.is_leaf or not _is_ours(self):
@@ -198,8 +196,8 @@ def _redistribute(
 
 
 def _memory(name: str, fix: str) -> Callable[..., object]:
-    """Returns a replacement of the DTensor method ``name`` that raises LayoutError, with ``fix`` as its advice, on
-    meshes of compiled modules.
+    """Returns a method in place of ``name``, which gives out memory: on our meshes it raises LayoutError with
+    ``fix``.
 
     ``data_ptr`` still works for torch's own code, which uses it to compare tensors.
     """
@@ -287,7 +285,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Makes DTensor accept ops that mix plain tensors and DTensors, on our meshes, so that they reach `_computed`."""
+    """Makes DTensor accept ops on plain tensors and DTensors together, on our meshes; `_computed` handles them."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -305,7 +303,7 @@ def _take_plain_tensors() -> None:
 
 
 def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
-    """Returns a replacement of ``theirs``, DTensor's sharding propagation, that is right for every op on our meshes.
+    """Wraps ``theirs``, DTensor's sharding propagation, so that every op on our meshes is right.
 
     It returns the op's sharding, by which DTensor then runs it, or the op's result, if `_computed` gives one.
     """
@@ -338,7 +336,7 @@ def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
 def _computed(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], specs: list[DTensorSpec], mesh: DeviceMesh
 ) -> object:
-    """Returns the result of an op that DTensor may get wrong; NotImplemented if DTensor gets it right.
+    """Computes an op that DTensor may get wrong, and returns its result. NotImplemented if DTensor gets it right.
 
     Args:
         specs: layouts of the DTensors among the arguments.
@@ -372,7 +370,9 @@ def _computed(
 def _beside_plain(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
-    """Returns the result of ``op`` on DTensors and (replicated) plain tensors; ``writes``: tensors that it writes."""
+    """Runs ``op`` on DTensors and plain tensors, which are equal on all ranks. ``writes``: the tensors that it
+    writes.
+    """
     if any(not isinstance(x, DTensor) for x in writes):
         return on_unsharded(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))
@@ -450,7 +450,7 @@ def _is_traced(args: PyTree) -> bool:
 
 
 def _one_sum(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, PyTree]) -> bool:
-    """Whether all operands have the same placements, and ``op`` (one of `_PENDING`) may run on their pending terms."""
+    """Whether ``op`` (one of `_PENDING`) is right on pending terms as they are, without reducing them first."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
     if op is aten.add.Tensor and (kwargs or len(specs) < 2):
@@ -504,7 +504,7 @@ def _is_even(spec: DTensorSpec) -> bool:
 
 
 def _is_in_place(op: OpOverload, info: OpInfo, sharding: OutputSharding) -> bool:
-    """Whether an ``op`` that writes or views an operand gets that operand itself, not a redistributed copy.
+    """Whether ``op`` writes or views its operand itself, not a redistributed copy of the operand.
 
     True for other ops.
     """

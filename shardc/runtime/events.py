@@ -55,7 +55,9 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Event:
-    """An event that all ranks must go through in the same order, as (topic, text) lines; the first topic is "event"."""
+    """A call in which all ranks must take part in the same order. Described by (topic, text) lines, the first of
+    topic "event".
+    """
 
     lines: tuple[tuple[str, str], ...]
 
@@ -76,7 +78,9 @@ class Event:
 
     @cached_property
     def fresh(self) -> Event:
-        """Returns the call's event with one more line: that parameter values were replaced since the previous call."""
+        """Returns the event of a call for which parameter values were replaced since the call before. All ranks must
+        have replaced theirs.
+        """
         return Event((*self.lines, ("new values", "some since the last call")))
 
     @cached_property
@@ -171,8 +175,8 @@ def _constants(gm: fx.GraphModule) -> list[str]:
 
 
 def _shown(x: object, constant: Like | Constant, any_rows: bool) -> str:
-    """Returns argument ``x`` of a call as text: shape and dtype of a tensor, without its number of rows if
-    ``any_rows``; else the value. ``constant``: its record in the call's signature.
+    """Returns argument ``x`` of a call as text: a tensor's shape (with "any" rows if ``any_rows``) and dtype, or a
+    value. ``constant`` is its description in the call's signature.
     """
     if isinstance(x, Tensor):
         kind = "DTensor of " if isinstance(x, DTensor) else ""
@@ -220,7 +224,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
 
 
 def raised(rank: str, error: BaseException) -> tuple[str, str | None, str]:
-    """Returns (text, source line, fix) of the error that other ranks raise because ``rank`` has raised ``error``."""
+    """Returns (text, source line, advice) of the error that other ranks raise because ``rank`` has raised ``error``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
@@ -292,8 +296,8 @@ def lost(error: RuntimeError, rank: str, ranks: Sequence[int], fix: str) -> Coll
 
 
 def look_at(first: Sequence[str]) -> str:
-    """Returns the ``fix`` of an error about a wait for other ranks: to look at the ranks ``first``, as text, before the
-    others.
+    """Returns the advice (``fix``) for an error about a wait for other ranks: to look at the ranks ``first`` before
+    the others.
 
     Args:
         first: the ranks to look at first, as text.

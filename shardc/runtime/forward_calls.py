@@ -80,7 +80,9 @@ class Forward:
 def call_around(
     module: nn.Module, around: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> PyTree:
-    """Calls ``around``, a wrapper of the compiled forward; InputError if hooks of the module would run inside it."""
+    """Calls ``around``, a user's wrapper of the compiled forward. Raises InputError if the module has hooks, which
+    would run inside the wrapper.
+    """
     if any(vars(module).get(kind) for kind in _HOOKS):
         raise InputError(
             "the module has hooks, and a forward that was wrapped after compile: the hooks would run inside of it",
@@ -124,7 +126,9 @@ _OTHER = "replicate"  # ``fully_shard`` of an outer module skips modules with th
 
 
 class Refuses(dict[object, object]):
-    """A module's dict of its composable APIs; raises when ``fully_shard`` or ``replicate`` looks itself up in it."""
+    """Dict in which torch's composable APIs note that they wrap a module. For a compiled module it raises when
+    ``fully_shard`` or ``replicate`` looks itself up.
+    """
 
     def __contains__(self, function: object) -> bool:
         raise wrapped(getattr(function, "__name__", "fully_shard"))

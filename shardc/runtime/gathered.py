@@ -55,7 +55,9 @@ def install_checkpointing() -> None:
 
 
 def _distribute_tensors(local_state_dict: dict[str, object], keys: list[str], *args: object, **options: object) -> None:
-    """Implements torch's function of this name: sets (DTensor, whole tensor) to the DTensor with its shard's values."""
+    """Replaces torch's function of this name, which loads checkpoints. Each pair (DTensor, whole tensor) in the state
+    dict is replaced by the DTensor, filled with its shard of the tensor.
+    """
     for key in keys:
         pair = local_state_dict.get(key)
         if not isinstance(pair, tuple) or not isinstance(pair[0], DTensor) or not _is_strided(pair[0]):
@@ -79,7 +81,9 @@ def _is_strided(tensor: DTensor) -> bool:
 
 
 def _write_items(self: DTensor, fqn: str, value: object) -> list[WriteItem]:
-    """Implements ``DTensor.__create_write_items__``: one item per box."""
+    """Implements ``DTensor.__create_write_items__``, which tells a checkpoint what to save of a shard: one item for
+    each box (contiguous part) of the shard.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -116,7 +120,8 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def _boxes(tensor: DTensor) -> list[Box]:
-    """Returns (slices of the local tensor, chunk with global offsets and sizes) of each box of this rank's shard.
+    """Splits this rank's shard into boxes, parts that are contiguous in the global tensor in every dim. Returns
+    (slices of the local tensor, chunk with global offsets and sizes) for each.
 
     Without strided placements, one entry stands for the shard: (), and a chunk that DTensor's own hooks ignore.
     """
@@ -261,7 +266,7 @@ def shard_of(x: DTensor, whole: Tensor) -> Tensor:
 
 
 def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
-    """Shards ``whole`` as a DTensor in the layout of ``x``, which has no pending sums."""
+    """Returns ``whole``, an unsharded tensor, as a DTensor in the layout of ``x``. That layout has no pending sums."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
     return DTensor(shard_of(x, whole), spec, requires_grad=False)

@@ -104,7 +104,8 @@ Key = tuple[str, Layout]  # a parameter and the layout of its local sum
 
 @dataclass(eq=False)
 class Sync:
-    """Which gradients a module's backwards leave unreduced (`no_sync` and like settings), and the local sums of these.
+    """Holds which gradients of a module stay unreduced in a backward (by `no_sync` and like settings), and the local
+    sums of unreduced gradients.
 
     Args:
         levels: FSDP level of each parameter (0 without an ``fsdp`` entry).
@@ -126,7 +127,9 @@ class Sync:
     _own: set[Key] = field(default_factory=set)
 
     def for_copy(self) -> Sync:
-        """Returns the settings for a copy of the module, without `pause` blocks and sums."""
+        """Returns these settings for a copy of the module. Local sums, and `pause` blocks that are active, are left
+        out.
+        """
         return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
 
     def unreduced(self) -> Deferred:
@@ -210,13 +213,15 @@ class Sync:
         return matches
 
     def sync(self, on: bool, names: Iterable[str]) -> None:
-        """Sets whether backwards reduce the gradients of ``names``; ``on`` also resumes reduction over replicas."""
+        """Sets whether backwards reduce the gradients of parameters ``names``. With ``on``, they are reduced over
+        replicas again, too.
+        """
         self.unsynced = _switched(self.unsynced, not on, names)
         if on:
             self.all_reduce(True, names)
 
     def all_reduce(self, on: bool, names: Iterable[str]) -> None:
-        """Sets whether backwards that reduce gradients of ``names`` over shards also reduce them over replicas."""
+        """Sets whether backwards also reduce gradients of ``names`` over replicas (HSDP), besides over shards."""
         self.over_shards = _switched(self.over_shards, not on, names)
 
     @contextlib.contextmanager
@@ -231,12 +236,14 @@ class Sync:
 
 
 def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozenset[str]:
-    """Returns ``names`` with those in ``changed`` added if ``on``, else removed."""
+    """Adds the names ``changed`` to ``names`` if ``on``, otherwise removes them; returns the new set."""
     return names.union(changed) if on else names.difference(changed)
 
 
 class _Optimizers:
-    """Hooks on optimizers while gradients are unreduced: ``zero_grad`` drops the sums, and ``step`` raises."""
+    """Hooks all optimizers while some module has unreduced gradients: ``zero_grad`` drops their local sums, and
+    ``step`` raises.
+    """
 
     def __init__(self) -> None:
         self._holding: WeakSet[Sync] = WeakSet()
@@ -264,7 +271,9 @@ class _Optimizers:
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
 
     def leave(self, sync: Sync) -> None:
-        """Removes ``sync``, which has no gradient sums left, and the hooks if no other `Sync` has any."""
+        """Removes ``sync``, which has no sums of unreduced gradients any more. If no module has any, the hooks of
+        optimizers are removed too.
+        """
         self._holding.discard(sync)
         if self._hook is not None and not self._holding:
             self._hook.remove()
@@ -273,7 +282,9 @@ class _Optimizers:
                 Optimizer.zero_grad = self._plain  # type: ignore[method-assign]
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Optimizer hook: raises BackwardError if gradients of its parameters are unreduced."""
+        """Hook before an optimizer's step: raises BackwardError if gradients of the optimizer's parameters are still
+        unreduced.
+        """
         for sync in list(self._holding):
             sync.refuse(f"{type(optimizer).__name__}.step()", sync.of(optimizer))
 

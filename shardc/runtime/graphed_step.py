@@ -111,8 +111,8 @@ class GraphedStep:
             self._state.admits = None
 
     def _record(self, program: Executable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> _Recorded:
-        """Captures the step of a batch without running it; returns the `_Recorded`, or raises InputError if it cannot
-        be recorded.
+        """Records the step of a batch, without running it, and returns it as `_Recorded`. Raises InputError if it
+        cannot be recorded.
         """
         runner = self._state.cache.runner(program)
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -178,7 +178,9 @@ class GraphedStep:
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
 
     def _prepare(self) -> None:
-        """Makes the optimizer ``capturable`` and moves its step counts to the device, so that steps can be recorded."""
+        """Makes the optimizer ``capturable``, and moves its step counts to the device. A step of it can be recorded
+        then.
+        """
         if not self._recorder.capturable:
             return
         self._optimizer.defaults["capturable"] = True
@@ -192,7 +194,8 @@ class GraphedStep:
                             state[name] = x.to(self._state.device, torch.float32)
 
     def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Hashable, Executable] | None:
-        """Returns (key, program) of a call whose step can be repeated; None for others, such as one that accumulates.
+        """Returns (key, program) for a call whose step can be repeated from a recording. Returns None for other
+        calls, such as one that accumulates gradients.
 
         A step depends on the key and on the state that `_look` returns, and on nothing else.
         """
@@ -210,8 +213,8 @@ class GraphedStep:
         return (key, *((x.stride(), x.device, getattr(x, "_spec", None)) for x in tensors)), program
 
     def _has_hooks(self) -> bool:
-        """Whether the optimizer or a parameter's gradient has Python hooks, which a repeat would leave out; warns once
-        of each.
+        """Whether the optimizer or a parameter's gradient has Python hooks, which a recorded step would not call.
+        Warns once of each.
         """
         name = hooked(self._state.params.look().parameters)
         of_optimizer = any(getattr(self._optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))

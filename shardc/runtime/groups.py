@@ -115,7 +115,8 @@ class Groups:
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh, stages: str = "") -> Groups:
-        """Returns the groups of ``device_mesh``. Ranks must first use the meshes of the same ranks in the same order.
+        """Returns the `Groups` of ``device_mesh``, made at the first call. If several meshes have the same ranks, all
+        ranks must use these meshes in the same order.
 
         Args:
             stages: axis of ``device_mesh`` whose coordinates are a pipeline's stages. The groups are those inside this
@@ -144,8 +145,8 @@ class Groups:
 
     @property
     def whole(self) -> Groups:
-        """The `Groups` of the whole device mesh, with the ranks of all pipeline stages; this object itself if there are
-        no stages.
+        """The `Groups` of the whole device mesh, with the ranks of all pipeline stages. Without stages it is this
+        object.
         """
         return self if self._whole is None else self._whole
 
@@ -160,8 +161,8 @@ class Groups:
         return self.whole.rank == 0
 
     def along_stages(self, back: bool = False) -> dist.ProcessGroup:
-        """Returns this rank's process group along the axis of stages, in their order; with ``back`` a second group of
-        the same ranks, for the opposite direction.
+        """Returns this rank's process group along the axis of pipeline stages. With ``back``, returns a second group
+        of the same ranks, for messages in the opposite direction.
 
         Args:
             back: the second one of these ranks. NCCL runs what two ranks send each other over one group in turn, so

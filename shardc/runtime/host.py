@@ -121,7 +121,9 @@ class _Copy(dist.Work):
 
 
 def _to_device(x: Tensor, device: str) -> Tensor:
-    """Starts the copy of the host tensor ``x`` to ``device``; a wait for the result must follow."""
+    """Starts an asynchronous copy of the host tensor ``x`` to ``device``, and returns the copy. It may be used only
+    after a wait for it.
+    """
     if device == "cpu":
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(device)
@@ -171,7 +173,9 @@ _local = threading.local()
 
 
 def _reading() -> list[torch.Event]:
-    """Returns this thread's list of events, one for each copy to a device that may still read host memory."""
+    """Returns this thread's list of device events. Each stands for a copy to a device that may still be reading host
+    memory.
+    """
     if not hasattr(_local, "reading"):
         _local.reading = []
     return _local.reading

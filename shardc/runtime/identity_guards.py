@@ -80,7 +80,9 @@ class ModuleSnapshot:
         )
 
     def mode(self) -> Mode:
-        """Returns the current `Mode`; equal ones are one object, so that they compare by identity."""
+        """Returns the model's current `Mode` (train or eval, ``requires_grad``, dtypes). Equal modes are one object,
+        so they can be compared by identity.
+        """
         now = (
             tuple(map(_training, self._attributes)),
             tuple(map(_requires_grad, self._parameters)),
@@ -147,8 +149,8 @@ class IdentityGuards:
         )
 
     def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
-        """Adds guards for ``read``: an attribute, item, length or the like that a capture has read. ``lookup`` finds
-        its value; ``seen``: expressions that have guards.
+        """Adds guards for something that a capture has read: ``read`` is an attribute, an item, a length or the like.
+        ``lookup`` returns its value; ``seen`` has the expressions with guards.
         """
         path = parse(read.expression)
         try:
@@ -197,7 +199,9 @@ class IdentityGuards:
             self._rows[id(container)] = container, tuple(container)
 
     def _attribute(self, owner: object, name: str) -> None:
-        """Adds a guard for the attribute ``name`` of ``owner``, or for its absence from the instance."""
+        """Adds a guard for the attribute ``name`` of ``owner``. If the instance does not have it, the guard is that
+        it stays so, and the class attribute is guarded.
+        """
         attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
         if name in attributes:
             self._items.setdefault(id(attributes), (attributes, {}))[1][name] = attributes[name]
@@ -208,5 +212,7 @@ class IdentityGuards:
 
 
 def _same(left: object, right: object) -> bool:
-    """Whether two objects are the same; callables also if equal, as a bound method is a new object at each access."""
+    """Whether two objects are the same object. Callables may also be equal, since a bound method is a new object at
+    each access.
+    """
     return left is right or (callable(left) and left == right)

@@ -72,7 +72,9 @@ class Slot:
     now: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """Returns the entry's padded local CPU tensor (without a layout, the full one); InitError if not filled."""
+        """Returns the initialised shard on the CPU, padded; the full tensor if it has no layout. Raises InitError if
+        it was not filled completely.
+        """
         shard, current = self.shard, self.now
         if current is self.stand_in:
             shard.check_written()
@@ -172,7 +174,8 @@ def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
 
 
 def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Sets ``now`` of each slot (module entry) to its tensor; InitError if an entry came, went, or does not fit.
+    """Stores in each slot (entry of a module) the tensor that is there after initialisation. Raises InitError if an
+    entry was added or removed, or its tensor does not fit.
 
     A tensor in place of the stand-in must have its shape and dtype, and be neither on meta nor a DTensor.
     """
@@ -208,7 +211,8 @@ _LEAST_SHARE = 0.3
 
 @contextmanager
 def shardwise_trunc_normal() -> Iterator[None]:
-    """Context manager: ``nn.init.trunc_normal_`` fills a `Virtual` with the values of a fill of the whole tensor.
+    """Context manager in which ``nn.init.trunc_normal_`` can fill a `Virtual` (a tensor that is initialised shard by
+    shard). Values are those of one device.
 
     torch 2.13 draws the whole tensor again until no element is out of bounds, so each rank tracks all elements that
     are. Older versions transform it in place, which `shardc.runtime.sharded_init` handles.
@@ -300,7 +304,8 @@ def _shardwise(method: FunctionType) -> Callable[..., PyTree]:
 
 
 def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = False) -> T:
-    """Calls ``run`` with the model, copies the values that it writes to the shards, and returns its result.
+    """Calls ``run`` on the model, with stand-ins for its parameters and buffers, and copies what it writes to the
+    module's shards. Returns the result of ``run``.
 
     All ranks call it.
 

@@ -96,7 +96,8 @@ def check_inputs(
 
 
 def check_kinds(names: Sequence[str], leaves: Sequence[object], values: bool) -> None:
-    """Raises InputError for a tensor that programs cannot take: of an unsupported class or layout, or without values.
+    """Raises InputError if a tensor among ``leaves`` is of a class or memory layout that programs do not take, or has
+    no values.
 
     Args:
         values: whether the call needs values, so that tensors on meta and fake tensors are refused.
@@ -113,7 +114,9 @@ def check_kinds(names: Sequence[str], leaves: Sequence[object], values: bool) ->
 
 
 def check_constants(names: Sequence[str], values: Sequence[object], captured: Sequence[object]) -> None:
-    """Raises InputError if a non-tensor input has another value than the one that the program was captured with."""
+    """Raises InputError if an argument that is not a tensor has another value than at capture, which is compiled into
+    the program.
+    """
     for name, value, constant in zip(names, values, captured, strict=True):
         if type(value) is not type(constant) or value != constant:
             raise InputError(
@@ -135,8 +138,8 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
 
 
 def takes_loss(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], loss_args: int | None) -> bool:
-    """Whether the last ``loss_args`` positional arguments are the loss's: ``model.forward`` takes the call without
-    them.
+    """Whether the last ``loss_args`` positional arguments of a call belong to the loss, as ``model.forward`` takes
+    the call without them.
 
     False if ``forward`` takes all arguments; InputError if it takes neither. ``loss_args`` is None without a loss.
     """
@@ -181,8 +184,8 @@ def in_call(
 
 
 def takes(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], targets: Sequence[str] | None) -> bool:
-    """Whether ``model.forward`` takes these arguments as they are, or without the last ones, which are the loss's
-    ``targets``.
+    """Whether ``model.forward`` accepts these arguments: either all of them, or all but the last ones, which are the
+    ``targets`` of the loss.
     """
     model_args = len(args) - len(targets or ())
     without = targets is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None
@@ -210,7 +213,8 @@ def _refuses(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 
 
 def examples_of(leaves: Sequence[object], spec: pytree.TreeSpec, shapes: Sequence[tuple[int, ...]]) -> PyTree:
-    """Returns ``(args, kwargs)`` of a call with ``meta`` tensors of the global ``shapes`` in place of its tensors.
+    """Returns the ``(args, kwargs)`` of a call as examples for a capture: tensors become ``meta`` tensors of the
+    global ``shapes``.
 
     Args:
         leaves, spec: pytree leaves and structure of ``(args, kwargs)``.

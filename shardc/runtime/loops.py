@@ -128,7 +128,7 @@ class Loops:
         return self.argument(port, at)
 
     def gathered(self, terms: list[Any]) -> Any:
-        """Returns the terms of all microbatches, concatenated along dim 0."""
+        """Concatenates ``terms``, one value per microbatch, along dim 0."""
         return self.over(lambda *parts: torch.cat(parts), *terms)
 
     def _add(self, name: str, term: Any) -> None:
@@ -148,15 +148,15 @@ class Loops:
             self._added.add(name)
 
     def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
-        """Returns microbatch ``at``'s part of ``x``, all of it if it is not split: an input (``kind`` "inputs", ``key``
-        its name) or an output's gradient ("outputs", its index).
+        """Returns the part of ``x`` that microbatch ``at`` uses; all of it if it is not split. ``x`` is an input
+        (kind "inputs", key its name) or the gradient of an output (kind "outputs", key its index).
         """
         layout = self.program.in_time.get(kind, {}).get(key)
         return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
 
     def _joined(self, parts: Results) -> Results:
-        """Returns the results of the step, joined from ``parts``, the results of each microbatch, by concatenation or
-        addition; clears sums and kept results.
+        """Joins the outputs and gradients of the microbatches in ``parts`` to those of the whole step, and returns
+        them. Clears sums and kept results.
         """
         self.sums, self.shared = {}, {}
         joined = Results()
@@ -181,8 +181,8 @@ class Step(Protocol):
 
     @property
     def over(self) -> Map:
-        """A function that applies a function of tensors to values (in a simulation: to those of each rank), as
-        `Loops.over`.
+        """A function that applies a function of tensors to values. In a simulation a value has a tensor per rank, and
+        it is applied to each.
         """
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
@@ -222,7 +222,7 @@ class Microstep:
         self._outputs = results.outputs
 
     def output(self, role: Role) -> Any:
-        """Returns the output, or new value of a buffer, of ``role``; None if it is no tensor."""
+        """Returns the output, or the new value of a buffer, that ``role`` names. None if it is not a tensor."""
         return self._outputs.get((role.kind, role.index if role.kind == "output" else role.name))
 
     def has_gradients(self, used: Iterable[int]) -> bool:
@@ -258,7 +258,9 @@ class Microstep:
 
 
 def _warn_of_outputs(indices: frozenset[int | None]) -> None:
-    """Warns that a backward uses outputs beside the loss, which costs a second run of the microbatches."""
+    """Warns that a backward uses outputs other than the loss, by their indices: the microbatches must
+    then run again.
+    """
     warnings.warn(
         ShardcWarning(
             f"a backward uses {outputs_text(int(x) for x in indices if x is not None)} of a module with microbatches, "
@@ -281,7 +283,7 @@ def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
 
 
 def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Returns the shard of all microbatches, given that of each; the inverse of `part_of`."""
+    """Joins ``parts``, the shard of each microbatch, to the shard of the whole batch. Inverts `part_of`."""
     dim, above, below = _place(layout)
     return torch.stack([part.unflatten(dim, (above, below)) for part in parts], dim + 1).flatten(dim, dim + 2)
 

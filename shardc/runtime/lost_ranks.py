@@ -132,8 +132,8 @@ class LostRanks:
         store.add(f"{self._roll}answers", 1)
 
     def first(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks to look at first, after `give_up` of ``ranks``: those that do not answer the roll call, if
-        any.
+        """Returns the ranks to look at first, after this rank gave up waiting for ``ranks``. These are the ranks that
+        do not answer the roll call, if there are any.
 
         If all answer, follows who waits for whom, from ``ranks`` on, and returns those that have not given up.
         """

@@ -60,7 +60,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
-    """Returns how many tokens each expert got in the last forward, summed over ranks. All ranks call it.
+    """Returns how many tokens each expert of ``module`` got in the last forward, summed over ranks. All ranks call
+    it.
 
     A step only counts on the device, without synchronisation.
 

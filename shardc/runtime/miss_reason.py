@@ -24,7 +24,9 @@ _MODES = {
 
 
 class Wanted(NamedTuple):
-    """A call without a program: its signature, the gradients that it leaves unreduced, the model and its loss."""
+    """A call for which there is no program, with all that selects one: signature, parameters whose gradients stay
+    unreduced, model and loss.
+    """
 
     call: Signature
     deferred: Deferred

@@ -320,7 +320,9 @@ def _program(
 
 
 def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """Returns, for each tensor of a call, the mesh axes that split its rows (dim 0); () if none do."""
+    """Returns, for each tensor of a call, the mesh axes that split its rows (dim 0). It is () for a tensor whose rows
+    are not split.
+    """
     tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.spec.mesh.ranks
     shapes = [
         (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
@@ -329,7 +331,9 @@ def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[s
 
 
 def _uneven(state: State, rows: Rows, leaves: list[object], spec: pytree.TreeSpec) -> Executable:
-    """Returns the program for a call in which ranks pass different numbers of rows: that for the rows of all ranks."""
+    """Returns the program for a call in which ranks pass different numbers of rows. It is compiled for the rows of
+    all ranks together.
+    """
     assert state.spec.groups is not None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     shapes = rows.totals(_global(rows.names, tensors, state.spec.global_shapes), state.spec.groups)
@@ -363,7 +367,9 @@ def _find_program(
     leaves: list[object],
     spec: pytree.TreeSpec,
 ) -> Executable:
-    """Returns the program that a call with local inputs needs; compiles it unless `lower` was called."""
+    """Returns the program for a call with local inputs, compiled if there is none. After `lower` was called, only
+    programs that it compiled are used, and other calls raise.
+    """
     check_kinds(call.names, leaves, values=True)
     state.cache.mark(call.names, args, kwargs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]

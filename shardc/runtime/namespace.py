@@ -53,7 +53,7 @@ INSTEAD = {
 
 
 def shares_errors(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorator for methods that all ranks call: an error on this rank is raised on the others too."""
+    """Decorator for methods that all ranks call: if one rank raises an error, the other ranks raise it too."""
 
     @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,7 +82,9 @@ class Namespace(State):
             self.spec.groups.consistency.meet(f"{type(self.spec.template).__name__}.{method}")
 
     def _waits(self) -> AbstractContextManager[None]:
-        """Context manager around collectives: if another rank raises, they raise on this one instead of waiting."""
+        """Context manager around collectives: if another rank raises meanwhile, the collectives raise on this rank
+        instead of waiting.
+        """
         return nullcontext() if self.spec.groups is None else self.spec.groups.consistency.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:
@@ -212,7 +214,7 @@ class Namespace(State):
 
     @contextmanager
     def _summoned(self, writeback: bool, with_grads: bool) -> Iterator[None]:
-        """Context manager that `summon_full_params` returns after its checks."""
+        """Implements the context manager of `summon_full_params`, after the checks."""
         with self.tells(), ExitStack() as block:
             with self._waits():
                 owner, spec = self.params.owner, self.spec

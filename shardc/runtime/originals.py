@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Pair:
-    """A compiled module (held weakly), and the warnings given about its original model.
+    """A compiled module, held weakly, and which warnings were given about the model that it was compiled from.
 
     Args:
         replaced: whether the model is the compiled module itself, with new parameters (`shardc.shard`).
@@ -45,7 +45,9 @@ class _Pair:
 
 
 def _of_new(name: str) -> Any:
-    """Returns a property that reads and writes the attribute ``name`` of the parameter that replaced the object."""
+    """Returns a property for replaced parameters: it reads and writes the attribute ``name`` of the new parameter
+    instead.
+    """
     return property(
         lambda self: getattr(_originals.new(self), name),
         lambda self, value: setattr(_originals.new(self), name, value),
@@ -54,7 +56,7 @@ def _of_new(name: str) -> Any:
 
 
 class Replaced(nn.Parameter):
-    """A parameter that `shardc.shard` has replaced: ops on it run on the new one."""
+    """Class of a parameter that `shardc.shard` has replaced. Ops on the old parameter run on the new one."""
 
     grad, data = _of_new("grad"), _of_new("data")
 
@@ -98,7 +100,9 @@ class _Originals:
             self._hooked = True
 
     def new(self, param: Tensor) -> Tensor:
-        """Returns the parameter that replaced ``param``; InputError if its module was deleted."""
+        """Returns the parameter that replaced the original ``param``. Raises InputError if the module with the new
+        one was deleted.
+        """
         pair, name = self._pairs[param]
         module: nn.Module | None = pair.module()
         if module is None:
@@ -108,12 +112,16 @@ class _Originals:
         return module.get_parameter(name)
 
     def pairs(self, params: Iterable[Tensor]) -> list[tuple[_Pair, nn.Module]]:
-        """Returns (`_Pair`, compiled module) for each compiled module whose original model has one of ``params``."""
+        """Returns (`_Pair`, compiled module) for each compiled module that was made from a model with one of
+        ``params``.
+        """
         pairs = {id(noted[0]): noted[0] for noted in map(self._pairs.get, params) if noted is not None}
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 
     def before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Optimizer hook: warns if only the compiled module's parameters have gradients, and not the optimizer's."""
+        """Hook before an optimizer's step: warns if the optimizer has the original model's parameters, which get no
+        gradients, while the compiled module's have gradients.
+        """
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == sizes:
             return
@@ -135,8 +143,8 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Replaces original parameters in ``optimizer`` by the compiled module's, in place; InputError if the optimizer
-        has state for one.
+        """Replaces the model's original parameters in ``optimizer`` by the compiled module's, in place. Raises
+        InputError if the optimizer has state for one already.
         """
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):

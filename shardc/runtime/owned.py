@@ -100,8 +100,8 @@ torch.serialization.add_safe_globals([Owned])
 
 @dataclass(frozen=True, init=False)
 class OwnedLayout(Layout):
-    """Storage layout of a parameter that one pipeline stage owns, as this rank has it; its mesh is the mesh of one
-    stage.
+    """Storage layout of a parameter that one pipeline stage stores. On ranks of other stages it has no rows. Its mesh
+    is that of one stage.
 
     Args:
         layout: the layout on the ranks of the owner's stage.
@@ -135,7 +135,8 @@ class OwnedLayout(Layout):
 
 
 def stored_placements(storage: Layout, view: Mesh) -> Placements:
-    """Returns the placements of a tensor stored as ``storage`` on ``view``, a view of the device mesh.
+    """Converts the storage layout ``storage`` of a tensor to DTensor placements on ``view``, the device mesh with
+    some axes split into parts.
 
     Raises:
         LayoutError: as `shardc.ir.placements.to_placements`.
@@ -159,8 +160,8 @@ def everywhere(placements: Iterable[Placement]) -> Placements:
 def redistribute(
     move: Callable[..., DTensor], x: DTensor, device_mesh: DeviceMesh | None, placements: Placements, **options: Any
 ) -> DTensor:
-    """Returns ``x`` resharded to ``placements``, where the old or the new placements include `Owned`; differentiable.
-    ``move``: DTensor's own method.
+    """Reshards ``x`` to ``placements``; the old or the new ones include `Owned` (stored whole on one coordinate of a
+    mesh dim). Differentiable.
 
     The shards of an owner are broadcast, then moved as without stages, then dropped by those who do not own the result.
     DTensor's own order of steps would take an owner's rows for a chunk of a split dim.

@@ -40,8 +40,8 @@ _REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_pows
 
 
 def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:
-    """Returns the result of ``op`` on DTensors on ``mesh``, computed on local tensors; NotImplemented if that needs
-    gathered tensors.
+    """Computes ``op`` from local tensors, where DTensors on ``mesh`` are `Owned` (stored whole on one coordinate).
+    Returns NotImplemented if gathered tensors are needed.
 
     Raises:
         LayoutError: torch.compile traces the op. It would compile code for other local shapes.
@@ -140,8 +140,8 @@ def _norms(
     *,
     dtype: torch.dtype | None = None,
 ) -> PyTree:
-    """Computes norms, of positive order, of all elements of tensors, by one all-reduce for each mesh dim;
-    NotImplemented for other norms.
+    """Computes the norm of all elements of each tensor, by one all-reduce for each mesh dim. Returns NotImplemented
+    unless ``order`` is positive and the norm is over all dims.
 
     Of replicas, those at coordinate 0 count.
     """

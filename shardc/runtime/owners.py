@@ -69,7 +69,9 @@ class Box:
     def at(
         shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]
     ) -> Box:
-        """Returns the box of the rank at ``coordinate`` of a mesh of ``sizes``, of a tensor of ``shape``."""
+        """Returns which elements of a tensor of ``shape`` the rank at ``coordinate`` has, as a `Box`. The mesh has
+        ``sizes``.
+        """
         indices = indices_at(shape, placements, sizes, coordinate)
         local = tuple(map(len, indices))
         if all(len(index) == 0 or int(index[-1] - index[0]) + 1 == len(index) for index in indices):
@@ -82,7 +84,8 @@ class Box:
 
 @dataclass(eq=False)
 class Owner:
-    """The owner of one parameter, i.e. the rank that updates it whole, as this rank sees it.
+    """Records which rank updates one parameter as a whole tensor (the owner), and where the shards lie in that
+    tensor.
 
     Args:
         param: the parameter.

@@ -268,7 +268,9 @@ class ParamStore:
         return self._snapshot
 
     def look(self) -> ModuleSnapshot:
-        """Returns a snapshot of the module: the last one while modules, parameters, buffers and hooks are the same."""
+        """Returns a snapshot of the module. It is the last one as long as modules, parameters, buffers and hooks are
+        the same objects.
+        """
         if self._snapshot is None or not self._snapshot.holds():
             self._snapshot, self._checked = ModuleSnapshot(self.owner), None
         return self._snapshot
@@ -306,7 +308,8 @@ class ParamStore:
         self._checked = CheckedParams(params, runs)
 
     def compare_values(self, name: str) -> None:
-        """Compares replicated values between ranks, if values have been written since the last comparison.
+        """Checks that parameters and buffers that ranks hold alike have equal values on them. Does so only if values
+        were written since the last check.
 
         Args:
             name: name of the module.

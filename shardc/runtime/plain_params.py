@@ -79,7 +79,8 @@ class Shard:
         return local_grad(self.name, self.param)
 
     def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
-        """Copies the parameter's optimizer state to the shard, as local tensors; does nothing if it has not changed.
+        """Copies the optimizer state of the DTensor parameter to the plain shard, as local tensors. Does nothing if
+        the state has not changed since the last copy.
 
         Args:
             state: state of the parameter by key, such as ``exp_avg``.
@@ -131,7 +132,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Described:
-    """The description of a value of the owner's optimizer state, sent to ranks that do not own the parameter.
+    """What ranks other than a parameter's owner get told about an entry of the owner's optimizer state: its shape and
+    dtype, or its number.
 
     Args:
         shape: shape of a tensor with dims.
@@ -220,7 +222,9 @@ class WholeParameter(Shard):
         self._known, self._left = pytree.tree_leaves(state), leaves
 
     def placed(self, x: object) -> object:
-        """Returns ``x``, a value of the state, as a DTensor on the parameter's owner; numbers are on all ranks."""
+        """Moves ``x``, an entry of the optimizer state, to the parameter's owner: returns a DTensor of which other
+        ranks have no rows. Numbers stay on all ranks.
+        """
         if not isinstance(x, Tensor):
             return x
         if isinstance(x, DTensor):

@@ -85,7 +85,7 @@ class Ranges:
 
 
 class _Buckets(TorchFunctionMode):
-    """Opens a range for each collective that is started, with the next of ``names``."""
+    """Torch function mode that marks each started collective in the profile, as a range with the next of ``names``."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def _payload(event: _Event) -> Any:
 
 
 def _peak(events: Sequence[_Event]) -> int:
-    """Returns the peak of allocated minus freed bytes over ``events``."""
+    """Returns the highest number of bytes in use at one time, counted from the allocations and frees in ``events``."""
     live = peak = 0
     for event in events:
         if event.name() == "[memory]":

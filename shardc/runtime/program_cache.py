@@ -72,7 +72,9 @@ class Build(Protocol):
     def stored(
         self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool, evaluates: bool
     ) -> Executable:
-        """Returns the program from the program store, if an earlier run or another rank stored it; else builds it."""
+        """Returns a program from the store of compiled programs on disk, if an earlier run or another rank has put it
+        there. Compiles it otherwise.
+        """
 
     def sized(
         self,
@@ -105,7 +107,8 @@ class Build(Protocol):
 
 
 class ProgramCache:
-    """The programs of one module, and a `CallCacheEntry` per kind of call, dropped as soon as a guard may fail.
+    """The compiled programs of one module, and facts about recent kinds of calls (`CallCacheEntry`). The facts are
+    dropped as soon as a guard may fail.
 
     Args:
         spec: mesh and layouts of the module.
@@ -141,8 +144,8 @@ class ProgramCache:
         self._identities: IdentityGuards | None = None
 
     def look(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot; empties ``calls`` if the snapshot, or an object that captures read,
-        has changed.
+        """Returns the module's current snapshot. Empties ``calls``, the cached facts about calls, if the module or an
+        object that captures read has changed.
         """
         snapshot = self.params.look()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
@@ -165,7 +168,9 @@ class ProgramCache:
         yield from self.build.families.guards()
 
     def holds(self, guards: Guards) -> bool:
-        """Whether ``guards`` hold: the attributes and globals that a capture read have equal values. True is cached."""
+        """Whether ``guards`` hold: the attributes and globals that a capture read still have equal values. A result
+        True is cached.
+        """
         key = guards, torch.is_grad_enabled()
         if key not in self._holding and guards.hold(self.params.view, self.build.loss):
             self._holding.add(key)
@@ -213,7 +218,8 @@ class ProgramCache:
                 warnings.warn(ShardcWarning(text(calls)), stacklevel=3)
 
     def with_loss(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether a call passes the loss's arguments after the model's: ``forward`` takes the call without them.
+        """Whether a call passes the arguments of the loss too, after those of the model. It does if ``forward`` takes
+        the call without them.
 
         Raises:
             InputError: ``forward`` takes the call neither with nor without the loss's arguments.
@@ -221,7 +227,8 @@ class ProgramCache:
         return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
 
     def program_for(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], looks: bool = False) -> Executable:
-        """Returns the program for global (example) inputs in the current mode; builds it if there is none.
+        """Returns the program for example inputs at global shapes, in the model's current mode. It is compiled if
+        there is none.
 
         It has a backward, except under no_grad if the model reads the grad mode.
 
@@ -273,7 +280,9 @@ class ProgramCache:
         self._unused = list(self.programs)
 
     def _warn_of_unused(self, wanted: Wanted) -> None:
-        """Warns, once, if there are saved programs and none has fitted a call."""
+        """Warns, once, that none of the programs that the user loaded fits the call ``wanted``, so that one is
+        compiled.
+        """
         if self._unused:
             text = f"no program of precompiled= fits this call, which compiles one: {reason(self._unused, wanted)}"
             self._unused = []
@@ -292,7 +301,9 @@ class ProgramCache:
         return program
 
     def mark(self, names: Sequence[str], args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
-        """Records which dims of a call's tensors are marked as dynamic (``torch._dynamo.mark_dynamic``)."""
+        """Records as dynamic those dims of the call's tensors that the user marked with
+        ``torch._dynamo.mark_dynamic``.
+        """
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
@@ -303,17 +314,20 @@ class ProgramCache:
         return any(key.call.without(dims).leaves == call.without(dims).leaves for key in self.programs)
 
     def lowered(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        """Whether there is a program for these arguments, which have global shapes."""
+        """Whether there is a program for these arguments, given at global shapes."""
         with torch.enable_grad():
             return self.find(self.signature(args, kwargs), NOTHING) is not None
 
     def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-        """Returns the global shapes of inputs, given as (name, local shape): as recorded, else those of the plan."""
+        """Returns the global shapes of inputs given as (name, local shape). A shape recorded by `note_cut` goes
+        before the one that the plan implies.
+        """
         by_plan = self.spec.global_shapes(local)
         return [self.shapes.setdefault(named, shape) for named, shape in zip(local, by_plan, strict=True)]
 
     def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        """Records that the shards of input ``name``, of global shape ``whole``, have shape ``local``.
+        """Records the global shape ``whole`` of input ``name`` for the shards of shape ``local`` that were cut from
+        it.
 
         Raises:
             InputError: an input of another global shape has shards of the same shape, as it does not divide and is
@@ -400,7 +414,9 @@ def _of_sizes(calls: Sequence[Signature]) -> str:
 
 
 def _of_constants(calls: Sequence[Signature]) -> str:
-    """Returns the text of the warning for many programs of ``calls`` that differ in constants only, with the fix."""
+    """Returns the text of a warning: the module was compiled for each of ``calls``, which differ only in arguments
+    that are not tensors. The text has advice.
+    """
     values = {name: [repr(dict(call.constants)[name]) for call in calls] for name, _ in calls[0].constants}
     name, row = next((name, row) for name, row in values.items() if len(set(row)) > 1)
     return (

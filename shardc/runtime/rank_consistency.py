@@ -99,7 +99,8 @@ class RankConsistency:
         self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"
 
     def enter(self, event: Event, ask: bool = False) -> None:
-        """Registers the next event of this rank, and compares it with the other ranks unless it was predicted.
+        """Registers the event that this rank begins, and compares it with the other ranks. Events that repeat a known
+        sequence, as training steps do, are predicted and not compared.
 
         Args:
             ask: compare it even if it was predicted.
@@ -151,7 +152,8 @@ class RankConsistency:
 
     @contextmanager
     def runs(self, what: str = "") -> Iterator[None]:
-        """Context manager: registers the event ``what``; collectives in the block are interrupted if ranks differ.
+        """Context manager around collectives that are part of event ``what``, which it registers. If ranks differ
+        meanwhile, the collectives are interrupted and raise.
 
         Args:
             what: "" registers no event: the block is a part of the latest.
@@ -181,7 +183,9 @@ class RankConsistency:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Context manager around torch's own collectives: they are interrupted if ranks differ; registers no event."""
+        """Context manager around torch's own collectives. If ranks differ meanwhile, the collectives are interrupted
+        and raise. It registers no event.
+        """
         self.running = self._between = True
         try:
             self._check(self.number + 1)
@@ -264,8 +268,8 @@ class RankConsistency:
         return lost(error, self.place(self.rank), self.ranks, fix)
 
     def _raised(self) -> MeshError:
-        """Returns the error that this rank will raise, after other ranks have had time to read it, and restarts the
-        numbering of events.
+        """Returns the error that explains how ranks differ, for this rank to raise. First waits until other ranks
+        have read it, then restarts the numbering of events.
         """
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
@@ -279,7 +283,9 @@ class RankConsistency:
         return MeshError(error.what, source=error.source, fix=error.fix)
 
     def _begin_anew(self) -> None:
-        """Restarts the numbering of events in a new epoch, without past events and errors."""
+        """Restarts the numbering of events, in a new epoch, after an error that all ranks raised. Forgets past events
+        and errors.
+        """
         self.number, self.modules, self._inside = (self.epoch + 1) * _AGAIN, 0, False
         self._past.clear()
         self._found.clear()
@@ -295,7 +301,9 @@ class RankConsistency:
     # --- comparing
 
     def _compare(self, event: Event) -> None:
-        """Publishes this rank's event, waits for the verdict of all ranks, and raises if they differ."""
+        """Compares ``event`` with the other ranks: publishes it, waits for the verdict, and raises MeshError if ranks
+        differ.
+        """
         store, number, comparisons = self._connected(), self.number, self._comparisons
         comparisons.tell(store, event)
         self._waits = number
@@ -318,7 +326,9 @@ class RankConsistency:
             raise self._raised()
 
     def _differ(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Sets the error that this rank will raise: ``other``, (rank, hash), has another event of this ``number``."""
+        """Sets the error that this rank will raise, because event ``number`` of another rank differs from its own.
+        ``other`` is (that rank, hash of its event).
+        """
         mine = self.rank, self._past[number - self.number - 1]
         pair = sorted((mine, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
@@ -332,8 +342,8 @@ class RankConsistency:
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
     def heard(self, store: dist.Store, entry: str) -> None:
-        """Handles a message ``entry`` of the log, on the listener thread; it is `NOTHING` if there is no new one, `END`
-        when the thread ends.
+        """Handles a message from the log that all ranks share, on the listener thread. ``entry`` is `NOTHING` if no
+        message came for a while, and `END` when the thread ends.
 
         Args:
             entry: JSON of a `Message`: an event to compare, a difference, a method to join, a wait, a roll call or an
@@ -387,8 +397,8 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _on_difference(self, store: dist.Store, number: int, rank: int, key: str) -> None:
-        """Handles the message that ``rank`` has hash ``key`` at event ``number``: makes this rank raise if its own past
-        event there differs.
+        """Handles the message that event ``number`` of ``rank`` has the hash ``key``. If this rank has passed that
+        event with another hash, this rank raises.
         """
         with self._lock:
             passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
@@ -420,7 +430,8 @@ class RankConsistency:
     def _on_failure(
         self, store: dist.Store, rank: int, number: int, text: str, source: str | None, fix: str | None
     ) -> None:
-        """Handles the message that ``rank`` failed after event ``number``: this rank raises if it is at a later event.
+        """Handles the message that ``rank`` raised an error after event ``number``. This rank raises too, in a later
+        event or in the event in which it waits.
 
         Args:
             text, source, fix: of the error to raise.

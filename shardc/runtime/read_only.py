@@ -58,7 +58,9 @@ class Shared:
         self.version = self._version()
 
     def check(self) -> None:
-        """Raises LayoutError if the source was changed in place since `note`."""
+        """Raises LayoutError if the tensor whose memory the output has on one device was changed in place since
+        `note`: the output would be outdated.
+        """
         if self.version is not None and self._version() not in (None, self.version):
             raise LayoutError(
                 f"{self.name} was changed in place since output {self.index} of the module was returned, which one "

@@ -34,7 +34,8 @@ class Turns:
         self.paused = False
 
     def due(self, kind: str) -> bool:
-        """Counts a call; returns whether ranks compare inputs at it: calls 1 to 3 of a kind, powers of 2, every 1024th.
+        """Counts a call of a ``kind``, and returns whether ranks compare its inputs: at calls 1 to 3, powers of 2,
+        and every 1024th.
 
         Args:
             kind: `Event.key` of the call; kinds after the first 32 share a count.
@@ -118,7 +119,9 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, layout: Layout, rows: tuple[str, ...] = ()) -> Passed:
-        """Describes input ``x`` with ``layout``; ``rows``: axes over which ranks pass different numbers of its rows."""
+        """Describes input ``x`` of ``layout`` by how ranks pass it. ``rows`` are axes along which ranks may pass
+        different numbers of rows.
+        """
         if isinstance(x, DTensor):
             placed = zip(layout.mesh.axes, x.placements, strict=True)
             return cls(x, tuple(axis for axis, placement in placed if not placement.is_replicate()), ())
@@ -213,7 +216,9 @@ def _stored(storage: Layout | None) -> str:
 
 
 def _split(storage: Layout | None) -> tuple[str, ...]:
-    """Returns the axes along which ranks store different shards of a tensor; () for None, a buffer."""
+    """Returns the mesh axes along which ranks store different shards of a tensor. It is () for ``storage`` None, as
+    buffers have.
+    """
     if storage is None:
         return ()
     return (storage.stages, *storage.bound) if isinstance(storage, OwnedLayout) and storage.ndim else storage.bound

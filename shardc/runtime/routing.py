@@ -55,7 +55,8 @@ class Routing:
 
 
 def loads_of(graph: fx.Graph, noted: Noted, ranks: int = 1) -> Loads:
-    """Returns the loads that a run of ``graph`` recorded; their copies to the host are under way.
+    """Returns the loads (rows of the fullest block of each layer of experts) that a run of ``graph`` recorded. Their
+    copies to the host have started.
 
     Args:
         ranks: number of ranks that ran each op in turn.
@@ -81,7 +82,8 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) -> None:
-    """Raises InputError on all ranks if a layer of experts sent more rows in a block than there is room for.
+    """Raises InputError on all ranks if a layer of experts got more rows for one rank's experts (a block) than its
+    capacity has room for.
 
     On an accelerator the host waits for the graph that recorded the loads, and for nothing behind it.
 

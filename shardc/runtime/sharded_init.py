@@ -157,13 +157,16 @@ class Piece:
 
 
 def draw(piece: Piece, fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Fills ``piece`` as ``fill`` fills the whole contiguous CPU tensor; draws at most ``limit`` elements at once."""
+    """Fills ``piece``, this rank's part of a tensor, with the values that ``fill`` gives the whole tensor. At most
+    ``limit`` elements are drawn at once.
+    """
     for start, values in drawn(piece.numel, fill, dtype, limit):
         place(piece, start, values)
 
 
 def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Draws a whole tensor of ``numel`` elements by ``fill``, in chunks; yields (first flat index, values) of each.
+    """Draws the values of a whole tensor of ``numel`` elements by ``fill``, chunk by chunk. Yields (flat index of the
+    first, values) of each chunk.
 
     Chunks have at most about ``limit`` elements, and share a buffer.
     """
@@ -179,7 +182,8 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
 
 
 def place(piece: Piece, start: int, values: torch.Tensor) -> None:
-    """Copies from ``values``, consecutive elements of the whole tensor, those of this rank into ``piece``.
+    """Writes into ``piece`` this rank's elements among ``values``, which are consecutive elements of the whole
+    tensor.
 
     Args:
         start: flat index of the first of ``values`` in the whole tensor.
@@ -277,8 +281,8 @@ class InitShard:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> InitShard:
-        """Makes the `InitShard` of ``tensor``, a parameter or buffer; unless it is on ``meta``, it counts as filled.
-        ``limit``: most elements that may be drawn at once.
+        """Makes the `InitShard` of ``tensor``, a parameter or buffer. It counts as filled unless it is on ``meta``.
+        At most ``limit`` elements may be drawn at once.
         """
         shape = tuple(tensor.shape)
         dims = range(len(shape))
@@ -294,7 +298,9 @@ class InitShard:
 
     @cached_property
     def padded(self) -> torch.Tensor:
-        """Local tensor in padded shape: zeros if the tensor is on ``meta``, else a copy of its values."""
+        """Local shard with padding, in CPU memory: a copy of the tensor's values, or zeros if the tensor is on
+        ``meta``.
+        """
         with torch._C.DisableTorchFunction():  # a mode may return this for the tensor
             before = self.before.detach()
             if before.is_meta:
@@ -402,7 +408,9 @@ class Virtual(torch.Tensor):
 
 
 def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
-    """Returns the result of any op on `Virtual` operands of which this rank has all elements, from local tensors."""
+    """Runs any op on `Virtual` operands that this rank holds completely, by their local tensors, and returns the
+    result.
+    """
 
     def local(view: Virtual) -> torch.Tensor:
         whole = view.init_shard.local

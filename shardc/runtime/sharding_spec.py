@@ -67,7 +67,9 @@ class ShardingSpec:
 
     @cached_property
     def stored(self) -> dict[str, Layout]:
-        """Storage layout of each parameter as this rank has it: without rows if another stage owns it."""
+        """Storage layout of each parameter on this rank. If another pipeline stage stores the parameter, its shard
+        here has no rows.
+        """
         if self.groups is None or not self.stages:
             return self.storages
         return {

@@ -1,4 +1,5 @@
-"""Shards of all ranks in one process: from and to global tensors, collectives as plain functions; fingerprints.
+"""Shards of all ranks in one process, for simulations and tests: made from global tensors and back, with collectives
+as plain functions. Also fingerprints of tensors.
 
 The simulator uses the first two. A fingerprint is a hash of a tensor, by which ranks compare values.
 """
@@ -52,7 +53,7 @@ def reduce_scatter(terms: list[torch.Tensor], op: str, size: int) -> list[torch.
 
 
 def all_reduce(terms: list[torch.Tensor], op: str) -> list[torch.Tensor]:
-    """Returns, for each rank, the reduction of all ranks' ``terms`` by ``op``."""
+    """Reference of an all-reduce: returns, for each rank, the reduction of all ranks' ``terms`` by ``op``."""
     total = reduce(terms, op)
     return [total.clone() for _ in terms]
 
@@ -68,12 +69,14 @@ def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Seque
 
 
 def broadcast(copies: list[torch.Tensor], src: int) -> list[torch.Tensor]:
-    """Returns, for each rank, the tensor of rank ``src``."""
+    """Reference of a broadcast: returns, for each rank, the tensor of rank ``src``."""
     return [copies[src].clone() for _ in copies]
 
 
 def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> list[torch.Tensor]:
-    """Returns, for each rank, the tensor that it receives, if each rank sends its own to ``destinations[rank]``."""
+    """Reference of a permutation of ranks: each rank sends its tensor to rank ``destinations[rank]``. Returns, for
+    each rank, the tensor that it receives.
+    """
     return [shards[list(destinations).index(k)].clone() for k in range(len(shards))]
 
 
@@ -98,7 +101,7 @@ def send_rows(
 
 
 def _check_size(tensors: list[torch.Tensor], size: int) -> None:
-    """Raises AssertionError if a collective over ``size`` ranks has another number of tensors."""
+    """Raises AssertionError unless a collective gets one tensor for each of its ``size`` ranks."""
     assert size == len(tensors), f"a group of {len(tensors)} ranks was called one of {size}"
 
 
@@ -184,8 +187,8 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Splits global ``x`` like `shard`, but of a pending reduction ranks get random terms that reduce to ``x``, not
-    ``x`` and neutral elements.
+    """Splits the global tensor ``x`` into a shard per rank, for tests. Under a pending reduction ranks get random
+    terms that reduce to ``x``; `shard` gives ``x`` to one and zeros to others.
     """
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:
@@ -231,7 +234,9 @@ def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _term(layout: Layout, rank: int) -> int:
-    """Returns the index of the term of a pending reduction that ``rank`` has: its flat index along the pending axes."""
+    """Returns which term of a pending reduction ``rank`` holds: its flat index along the axes with pending
+    reductions.
+    """
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
 
 
@@ -246,7 +251,9 @@ def _replica(layout: Layout, rank: int) -> int:
 
 
 def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Performs the pending reductions of ``layout`` on ``terms``, one tensor for each flat index of `_term`."""
+    """Performs the pending reductions of ``layout``. ``terms`` has one tensor for each flat index along the pending
+    axes.
+    """
     for axis, op in reversed(layout.partial):
         size = layout.mesh.size(axis)
         terms = [reduce(terms[k : k + size], op) for k in range(0, len(terms), size)]

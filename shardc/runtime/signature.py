@@ -211,7 +211,9 @@ def call_key(
 
 
 def flattened(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[object], pytree.TreeSpec]:
-    """Returns (leaves, structure) of ``(args, kwargs)``; without pytree's traversal if all arguments are leaves."""
+    """Flattens a call's arguments like pytree: returns (leaves, structure) of ``(args, kwargs)``. Faster than pytree
+    if no argument is a container.
+    """
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, _flat_spec(len(args), *kwargs)
@@ -227,7 +229,9 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
 
 
 class CacheKey(NamedTuple):
-    """Key of a program: it serves calls with this signature and these deferred gradients, while the guards hold."""
+    """Key of a program in the cache. The program serves calls with this signature and these unreduced gradients,
+    while the guards hold.
+    """
 
     call: Signature
     guards: Guards
@@ -255,7 +259,9 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[CacheKey,
 
 
 def _check_structure(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if ``call`` and ``expected`` differ in pytree structure, or in which leaves are tensors."""
+    """Raises InputError if ``call`` passes other arguments than ``expected``: another pytree structure, or a tensor
+    in place of another value.
+    """
     if call.kinds != expected.kinds:
         raise InputError(
             f"the call passes {_shown(call)}; the module was lowered for {_shown(expected)}",
@@ -264,7 +270,7 @@ def _check_structure(call: Signature, expected: Signature, program: Executable, 
 
 
 def _check_constants(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if an argument that is no tensor has another value than in ``expected``."""
+    """Raises InputError if an argument that is not a tensor has another value in ``call`` than in ``expected``."""
     names = [name for name, _ in call.constants]
     check_constants(names, [value for _, value in call.constants], [value for _, value in expected.constants])
 

@@ -75,8 +75,8 @@ class StageLoops(Loops):
         return results
 
     def steps(self, training: bool, tangents: Mapping[int, Any], results: Results) -> Iterator[None]:
-        """Runs a step, and fills ``results`` in place; yields, so that other ranks of this thread can run, while a
-        message has not arrived.
+        """Runs this rank's part of a step as a generator, and fills ``results`` in place. Yields while a message has
+        not arrived, so that a simulation can run other ranks.
         """
         actions = self.program.actions(self.rank, training)
         self.link.begin(actions)

@@ -74,7 +74,8 @@ class State:
         return self._name
 
     def begin_anew(self, epoch: int) -> None:
-        """Resets all that may differ between ranks after an error, which other ranks raised at a later point.
+        """Resets what may differ between ranks after an error that ranks raised at different points: name, checks,
+        cached calls.
 
         Args:
             epoch: the new epoch of the event numbers.
@@ -84,7 +85,9 @@ class State:
         self.cache.runners.clear()
 
     def check(self, runs: bool = False) -> None:
-        """Raises LayoutError if a parameter no longer fits the module, or has no values and the module ``runs``."""
+        """Raises LayoutError if a parameter is no longer as it was compiled (shape, layout, device, ties). If the
+        module ``runs``, its parameters must have values, too.
+        """
         self.cache.look()
         self.params.check(runs)
 
@@ -94,7 +97,8 @@ class State:
         kwargs: dict[str, PyTree],
         fn: Callable[[list[tuple[str, Tensor]]], list[Tensor]],
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """Returns the arguments of a call with each tensor replaced, in the same structure.
+        """Replaces the tensors in the arguments of a call by the results of ``fn``. Returns (args, kwargs) in the
+        same structure.
 
         Args:
             fn: maps (name, tensor) of all tensors, in the order of the program's inputs, to the new tensors.

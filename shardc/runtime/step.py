@@ -80,7 +80,9 @@ class _Watch(fx.Interpreter):
         self._places = {node: at for at, node in enumerate(gm.graph.nodes)}
 
     def run_node(self, n: fx.Node) -> object:
-        """Runs a node; the result of a collective is checked at its wait."""
+        """Runs a node of the graph, and notes it if its result is the first with NaN. A collective's result is looked
+        at when it is waited for.
+        """
         result = super().run_node(n)
         looks = n.op == "call_function" and self.first == _NOWHERE and collective_kind(n) is None
         if looks and any(map(has_nan, _compat.pytree.tree_leaves(result))):
@@ -256,14 +258,16 @@ class Runner:
 
     @cached_property
     def _limits_stages(self) -> bool:
-        """Whether a layer of experts in some pipeline stage has a capacity: then stages must tell each other, as each
-        knows its own loads only.
+        """Whether a layer of experts in some pipeline stage has a capacity. Stages must then tell each other if it
+        was exceeded, since each knows its own loads only.
         """
         halves = self.program.step(self.program.trains) if self.program.stage_ranks else ()
         return any(is_limited(half.graph) for half in halves)
 
     def planned(self) -> dict[str, int]:
-        """Maps "forward", "backward" and "inference", if lowered, to the planned peak bytes of collective results."""
+        """Maps each lowered graph ("forward", "backward", "inference") to the planned peak in bytes of its collective
+        results.
+        """
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
         if BACKWARD in peaks:
@@ -278,7 +282,8 @@ class Runner:
         return self._compiled[half]
 
     def prepare(self, training: bool) -> None:
-        """Lowers the graphs of a step that this rank of a pipeline runs; ranks compare those of all stages.
+        """Lowers the graphs of a step that this rank of a pipeline runs. First, all ranks check that they have equal
+        graphs for all stages.
 
         Raises:
             BackwardError: ``torch.autograd.detect_anomaly`` is on.
@@ -317,7 +322,9 @@ class Runner:
             self._compiled.update(zip(mine, self.spec.lower_half(*mine), strict=True))
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
-        """Reduces local sums of gradients by (parameter name, layout); returns padded local gradients by name."""
+        """Reduces local sums of gradients over ranks. Takes (parameter name, layout) -> sum; returns padded local
+        gradients by parameter name.
+        """
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
             with self.groups.consistency.compiles():
@@ -353,7 +360,8 @@ class Runner:
         return self.reduce(due) if due else {}
 
     def feed(self, takes: Iterable[Port], inputs: list[Tensor]) -> list[Any]:
-        """Returns the values for the arguments ``takes`` of a step's graphs; parameters as DTensors.
+        """Returns the values for ``takes``, the arguments of a step's graphs: parameters (as DTensors), buffers,
+        inputs, coordinates and random keys.
 
         Args:
             inputs: the local inputs, in the program's order.

@@ -113,8 +113,8 @@ class Rows:
 
 
 def gather(x: Tensor, groups: Groups, axes: Axes, what: str = "exchange of rows") -> list[Tensor]:
-    """All-gathers ``x`` along ``axes``; returns a tensor per rank of the group, in group order. ``what`` names the
-    exchange in errors.
+    """All-gathers ``x`` along mesh ``axes``. Returns one tensor per rank of the group, in group order; errors call
+    the exchange ``what``.
     """
     rename = groups.add([axes])
     group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ class View:
     detached: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the output, made by the view ops from the source tensor ``x``."""
+        """Applies the view ops to the source tensor ``x``, and returns the output."""
         if self.from_feed and self.output.itself:
             return x
         if self.detached and self.output.view:
@@ -65,7 +65,7 @@ class View:
 
 @dataclass(frozen=True)
 class Base:
-    """A tensor that the model does not return, and of which several outputs are views.
+    """A tensor inside the model from which several outputs are made as views. The model does not return it.
 
     Args:
         of: positions of these outputs.
@@ -149,7 +149,7 @@ def views_of(
     feed: Sequence[Any],
     dtensors: bool,
 ) -> Views:
-    """Returns the `Views` of a graph: which of its outputs are views, found from the results of its first run.
+    """Finds which outputs of a graph are views, from the results of its first run, and returns them as `Views`.
 
     Args:
         differentiable: positions of outputs that have gradients.
@@ -233,7 +233,9 @@ def views_of(
 
 
 def _at(place: Place, base: Tensor) -> Tensor:
-    """Returns the view of ``base`` with sizes, strides and offset ``place``, also if ``base`` is a view."""
+    """Returns a view of ``base`` with the sizes, strides and offset ``place``. The offset counts from the start of
+    ``base``, which may be a view itself.
+    """
     sizes, strides, offset = place
     return base.as_strided(sizes, strides, base.storage_offset() + offset)
 
@@ -300,7 +302,7 @@ def _applied(op: Callable[..., PyTree], args: Sequence[object], kwargs: Mapping[
 
 
 def _one_of(op: Op, index: int, x: Tensor) -> Tensor:
-    """Returns result number ``index`` of ``op``, which has several, on ``x``."""
+    """Applies ``op``, which has several results, to ``x``; returns result number ``index``."""
     return op(x)[index]
 
 
@@ -333,7 +335,8 @@ def _holds(view: View, source: Tensor, value: Tensor) -> bool:
 def _base(
     group: Sequence[int], nodes: Sequence[fx.node.Argument], outputs: Sequence[Any], gradients: Collection[int]
 ) -> Base | None:
-    """Returns the `Base` of which the outputs at positions ``group`` are views; None if they have none in common.
+    """Returns the `Base`: a common tensor from which the outputs at positions ``group`` can be made as views. None if
+    there is none.
 
     Args:
         group: positions of the outputs.

@@ -51,7 +51,7 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arena:
-    """A block of host memory, with the byte ranges of it that tensors use."""
+    """A block of host memory for results of collectives, with a record of the byte ranges that tensors use now."""
 
     def __init__(self) -> None:
         self.size = 0

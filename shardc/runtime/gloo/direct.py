@@ -284,7 +284,9 @@ _library.impl("all_reduce_coalesced", _all_reduce, "CPU")
 
 
 def _permute_ranks(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
-    """Starts to send ``x`` to rank ``destinations[r]`` of the group (r: this rank); returns the tensor to receive."""
+    """Sends ``x`` to rank ``destinations[r]`` of the group, where r is this rank. Returns the tensor that this rank
+    receives; it must be waited for.
+    """
     rank = dist.get_rank(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a str with a name of its own
     sends, receives = [0] * len(destinations), [0] * len(destinations)
     sends[destinations[rank]] = receives[destinations.index(rank)] = x.numel()
@@ -302,7 +304,9 @@ def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
 
 
 def _share_message(parts: Sequence[Tensor]) -> bool:
-    """Whether ``parts``, the tensors for one peer, go in one message: there are several, and they are small."""
+    """Whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and they
+    are small.
+    """
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 
 

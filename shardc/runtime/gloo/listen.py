@@ -90,7 +90,8 @@ def raise_in(thread: int, error: type[BaseException]) -> None:
 
 
 def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Makes pending operations on ``groups`` raise, on this rank and soon on its peers; ends use of the groups.
+    """Makes pending operations on process groups raise, on this rank and soon on its peers. The groups cannot be used
+    afterwards.
 
     Gloo cannot abort. But a wait that times out closes all connections of its group, so this waits for a message that
     is never sent.

@@ -71,7 +71,9 @@ class Lockstep:
         return tuple(x[0].shape)
 
     def once(self, key: object, make: Callable[[], T]) -> T:
-        """Returns a new ``make()``: values of an eager run are not cached."""
+        """Returns ``make()``. Other builders cache the result under ``key``; in an eager run values are made each
+        time.
+        """
         return make()
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
@@ -85,7 +87,9 @@ class Lockstep:
         return PerRank(shards.shard(x, layout))
 
     def scatter_terms(self, x: torch.Tensor, layout: Layout, generator: torch.Generator) -> PerRank:
-        """Splits global ``x`` into a shard per rank; pending reductions as in `shardc.runtime.shards.scatter_terms`."""
+        """Splits the global tensor ``x`` into a shard per rank. For a pending reduction, ranks get random terms (see
+        `shardc.runtime.shards.scatter_terms`).
+        """
         return PerRank(shards.scatter_terms(x, layout, generator))
 
     def assemble(self, values: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:

@@ -178,7 +178,9 @@ class Simulation:
                 self.grads[name] = list(grad) if before is None else [a + b for a, b in zip(before, grad, strict=True)]
 
     def _microstep(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
-        """Runs a step of ``program`` in microbatches on shards of the inputs, by name; returns its `Microstep`."""
+        """Runs a step of ``program`` in microbatches, on shards of the inputs by name. Returns outputs and gradients
+        as a `Microstep`.
+        """
         key, ranks, buffers = draw_key(), range(self.mesh.ranks), dict(self.buffers)
         timed = self.mesh.timed(program.microbatches)
 
@@ -201,7 +203,7 @@ class Simulation:
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
 
     def _run(self, half: Half, feed: list[Any]) -> list[PerRank | None]:
-        """Runs the graph ``half`` on all ranks with arguments ``feed``; returns each result's value on every rank."""
+        """Runs the graph ``half`` on all ranks. Arguments (``feed``) and results have one value per rank."""
         with noting() as noted:
             results = self.ranks.run(half.gm, feed)
         if half.is_forward:
@@ -214,11 +216,11 @@ class Simulation:
         check_loads(loads)
 
     def param(self, name: str) -> Tensor:
-        """Returns the unsharded parameter without padding; checks that replicas are equal."""
+        """Returns parameter ``name``, unsharded and without padding. Checks that replicas are equal."""
         return self._whole(self.params[name], name)
 
     def grad(self, name: str) -> Tensor:
-        """Returns the unsharded gradient without padding; checks that replicas are equal."""
+        """Returns the gradient of parameter ``name``, unsharded and without padding. Checks that replicas are equal."""
         return self._whole(self.grads[name], name)
 
     def buffer(self, name: str) -> Tensor:
