@@ -333,8 +333,8 @@ class Build:
         return any(isinstance(getattr(entry, "spec", None), PerRank) for entry in self.plan.entries)
 
     def numbered(self, names: Sequence[str]) -> dict[int, int]:
-        """Return position of a `shardc.per_rank` input -> position of the input whose row numbers are its values, among
-        ``names``.
+        """Return which inputs hold row numbers of other inputs: position of a `shardc.per_rank` input -> position of
+        the input with the numbered rows.
         """
         return numbered(self.plan, names)
 

@@ -74,7 +74,9 @@ class Arguments:
 
 
 def _check_model(model: object, loss: object) -> None:
-    """Raises InputError if ``model`` is not a model that can be compiled, or if model or loss is a class."""
+    """Raises InputError if ``model`` cannot be compiled (it is no callable, or already compiled or wrapped), or if
+    model or loss is a class.
+    """
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
     for what, value in (("model", model), ("loss", loss)):
@@ -100,7 +102,9 @@ def _check_model(model: object, loss: object) -> None:
 
 
 def _check_in_place(model: object) -> None:
-    """Raises InputError if ``model`` cannot be sharded in place."""
+    """Raises InputError if ``model`` cannot be sharded in place: it is a function, has wrapper tensors, or has
+    gradients.
+    """
     instead = "use module = shardc.compile(...)"
     if not isinstance(model, nn.Module):
         raise InputError(f"{model!r} is a function, which has nothing to shard", fix=instead)
@@ -119,7 +123,7 @@ def _has_inner_tensors(model: nn.Module) -> bool:
 
 
 def _has_own(model: nn.Module, name: str) -> bool:
-    """Return whether ``model`` has an attribute ``name``, without calling its ``__getattr__``."""
+    """Return whether ``model`` itself has an attribute ``name``. Its ``__getattr__`` is not called."""
     tables = (model._parameters, model._buffers, model._modules)
     return any(name in kind for kind in tables) or inspect.getattr_static(model, name, model) is not model
 

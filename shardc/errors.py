@@ -100,7 +100,7 @@ WARNINGS = logging.getLogger("shardc.warnings")
 
 
 class ShardcWarning(UserWarning):
-    """A plan's request that could not be met, or a cost that the user should know about.
+    """A warning about a request of the plan that could not be met, or a cost that the user should know about.
 
     Each is logged too (`shardc.logs`), also where Python shows it only once.
     """

@@ -116,7 +116,9 @@ def _on_shards(base: type[torch.optim.Optimizer]) -> Any:
 
 
 class _OnShards(torch.optim.Optimizer):
-    """Mixin for a class derived from an optimizer class ``base``: runs the step of ``base`` on plain tensors."""
+    """Mixin for a class derived from the optimizer class ``base``. Runs the step of ``base`` on plain tensors in place
+    of DTensors.
+    """
 
     base: type[torch.optim.Optimizer]
     _selects: Select  # whether a parameter is updated whole
@@ -323,7 +325,9 @@ class _OnShards(torch.optim.Optimizer):
         return True
 
     def _has_same_state(self, state: Mapping[Tensor, dict[str, object]]) -> bool:
-        """Whether ``state`` has the same objects as after the last step of the base class."""
+        """Whether ``state`` holds the same objects as after the last step of the base class, so that the kernel call
+        can be repeated.
+        """
         return (
             len(state) == len(self._held)
             and all(map(is_, state.values(), self._held))
@@ -341,7 +345,9 @@ class _OnShards(torch.optim.Optimizer):
         )
 
     def _refresh(self, groups: list[dict[str, Any]]) -> None:
-        """Rebuilds the shards if groups, parameters or local tensors have changed."""
+        """Rebuilds the list of shards that steps update, if parameter groups, parameters or local tensors have
+        changed.
+        """
         if self._are_known(groups):
             return
         self._check(groups)
@@ -460,7 +466,9 @@ def _numbers(group: dict[str, Any]) -> dict[str, list[object]]:
 
 
 def _asks_for_another(group: dict[str, Any]) -> bool:
-    """Whether the options of a group ask for an implementation other than the fused kernel."""
+    """Whether the options of a parameter group ask for another implementation than the fused kernel (``foreach=True``,
+    ``fused=False``, ...).
+    """
     return any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
 
 

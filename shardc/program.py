@@ -56,7 +56,8 @@ class Source:
 
 
 class Program(Executable):
-    """The annotated graphs of a model after every stage, up to the local forward and backward.
+    """A compiled program with its annotated graphs: the graph of the model after every stage, up to the local forward
+    and backward.
 
     Attributes:
         plan, options: those that it was compiled with; ``bound`` is the plan, resolved for this model.
@@ -107,7 +108,9 @@ class Program(Executable):
             self.gathers_once, self.opens_backward = cut.parts.gathers is not None, cut.parts.backward
 
     def _set_ports(self, inputs: Sequence[tuple[str, Layout]], outputs: Sequence[Role]) -> None:
-        """Sets the layouts of inputs and outputs, in place; those of the arguments include the axis of microbatches."""
+        """Sets the program's layouts of inputs and outputs, in place. The layouts passed in include the axis of
+        microbatches.
+        """
         self.inputs = tuple((name, layout.devices) for name, layout in inputs)
         self.outputs = tuple(map(on_devices, outputs))
         self.in_time = in_time(inputs, outputs)
@@ -178,7 +181,7 @@ class Program(Executable):
 
     @cached_property
     def _using(self) -> dict[frozenset[int], Program]:
-        """Programs for gradients of other outputs: indices of outputs -> program."""
+        """Variants of this program, by the outputs whose tangents their backward takes: output indices -> program."""
         return {}
 
     def using(self, used: frozenset[int]) -> Program:

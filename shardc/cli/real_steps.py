@@ -134,7 +134,7 @@ def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> 
 
 
 def _timed(step: Callable[[], None]) -> float:
-    """Return the seconds that ``step`` takes on this rank, when all ranks start together."""
+    """Return the seconds that a call of ``step`` takes on this rank. All ranks start it together."""
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -166,8 +166,8 @@ def _compared(training: _Training, timed: tuple[float, ...], html: str | None) -
 
 
 def _latest(seen: Profiled) -> list[float]:
-    """Return, for each collective of ``seen``, when the last rank started it: seconds since the start of this rank's
-    step.
+    """Return the time at which the last of all ranks started each collective of ``seen``, in seconds since the start of
+    this rank's step.
 
     ``seen`` is this rank's profile. All ranks call this.
     """
@@ -177,7 +177,9 @@ def _latest(seen: Profiled) -> list[float]:
 
 
 def _real(x: PyTree) -> PyTree:
-    """Return ``x``, an example argument; with random values or zeros if it is a tensor on the meta device."""
+    """Return the example argument ``x`` with values: a tensor on the meta device is replaced by random numbers, or
+    zeros if it holds integers.
+    """
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)

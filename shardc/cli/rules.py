@@ -86,7 +86,9 @@ def functional(overload: OpOverload) -> bool:
 
 
 def source(overload: OpOverload) -> str:
-    """Return the source of the rule of ``overload``: ``own``, ``decomposed`` (when traced), ``torch`` or ``none``."""
+    """Return where the sharding rule of ``overload`` comes from: ``own`` (shardc's), ``decomposed`` (when traced, into
+    ops with rules), ``torch`` or ``none``.
+    """
     rule = find_rule(overload)
     if rule is not None and rule.text != FROM_TORCH:
         return "own"

@@ -120,8 +120,8 @@ class Explainer:
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
     def _sources(self, at: int) -> tuple[int, ...]:
-        """Return the positions of the ops that the op at ``at`` reads; an item of a bucketed collective reads one
-        tensor.
+        """Return the positions of the ops whose values the op at ``at`` uses. For one result of a bucketed collective,
+        that is the op of one tensor.
         """
         op = self.step.ops[at]
         if op.node.target is getitem and self.step.ops[op.reads[0]].kind == START:
@@ -160,7 +160,8 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, consumer: str) -> int:
-        """Return the position of the op whose parameters explain the collective at ``at``.
+        """Return the position of the op by which a collective is explained: the plan entry is looked for at that op's
+        parameters.
 
         That is the collective itself if it reduces, else the op ``consumer``, which needs its result.
         """

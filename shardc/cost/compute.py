@@ -123,7 +123,7 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
 
 
 def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
-    """Return the buffers of the results of op ``at``: new ones, or for a view those of the op that it reads."""
+    """Return the buffers that hold the results of op ``at``: new ones, or for a view the buffers of its operand."""
     node = op.node
     if op.kind == WAIT:
         return buffers_of[op.reads[0]]
@@ -347,7 +347,9 @@ def wasted(
 
 
 def _describe(axis: str, work: _Axis, mesh: Mesh, total: int) -> str:
-    """Return the text about the redundant ``work`` over one axis; ``total`` are all operations of a rank and step."""
+    """Return the warning's text about the redundant ``work`` of the ranks along ``axis``. ``total`` is the number of
+    operations of a rank and step.
+    """
     who = "no op is split over it" if work.within >= total else f"no axis splits {_names(work.modules)} there"
     gathered = f", for which {sum(work.gathered.values()):.2g} bytes are gathered over it" if work.gathered else ""
     copies = f"{mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh}"

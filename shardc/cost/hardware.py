@@ -170,7 +170,9 @@ class Hardware:
         return self.launch + max(flops / computing, nbytes / streaming, self.kernel)
 
     def update_seconds(self, nbytes: float, host: bool) -> float:
-        """Return the seconds of an optimizer's update that reads and writes ``nbytes``, on the host or the device."""
+        """Return the seconds of an optimizer's update that reads and writes ``nbytes``: on the host if ``host``, else
+        on the device.
+        """
         return nbytes / (self.host_memory_bandwidth * self.streaming) if host else self.copy_seconds(nbytes)
 
     @property
@@ -217,7 +219,9 @@ class Route:
     per_node: int
 
     def link(self, hardware: Hardware) -> Link:
-        """Return the slowest link that the group uses."""
+        """Return the slowest link between ranks of the group: the link within a node, or between nodes if the group has
+        several.
+        """
         return hardware.inside if self.nodes == 1 else hardware.between
 
     def ring_bandwidth(self, hardware: Hardware) -> float:

@@ -196,7 +196,8 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield the states in which parts from index ``part`` on split ``inside`` locations of total radix ``left``.
+        """Yield the states in which axis parts from index ``part`` on split the locations ``inside``. The sizes of
+        these parts multiply to ``left``.
 
         Args:
             inside: locations that are allowed.
@@ -226,7 +227,9 @@ class _StateCache:
 
 
 class _Moves:
-    """The moves out of one state of the search; methods return them as (move, state after it)."""
+    """The moves that are possible from one state of a redistribution search. Methods yield or return a move as (move,
+    state after it).
+    """
 
     def __init__(self, cache: _StateCache, state: State) -> None:
         self.cache, self.state = cache, state
@@ -295,8 +298,8 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return the free temporary locations for ``part``; unless ``every``, only one if one overlaps no place of the
-        target.
+        """Return the free temporary locations for axis part ``part``. Unless ``every``, return only one if there is one
+        that overlaps no place of the target.
         """
         free = [at for at in self.places.temporary[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
@@ -311,7 +314,7 @@ class _Moves:
         return out
 
     def _to_partial(self) -> Iterator[tuple[Move, State]]:
-        """Yield the local ops after which parts are partial as in the target, one per reduce op."""
+        """Yield the local ops after which axis parts are partial as in the target layout: one for each reduce op."""
         terms = [k for k, at in enumerate(self.goal) if at < WHOLE and at != self.state[k]]
         for op, members in self._by_op(self.goal, terms).items():
             yield self._set("to_partial", {k: self.goal[k] for k in members}, op)
@@ -327,7 +330,9 @@ class _Moves:
             yield self._set("all_to_all", changes)
 
     def _reductions(self) -> Iterator[tuple[Move, State]]:
-        """Yield the reduce-scatters and all-reduces over subsets of the pending parts, one reduce op at a time."""
+        """Yield the reduce-scatters and all-reduces of the pending axis parts, over every subset of those with one
+        reduce op.
+        """
         for op, members in self._by_op(self.state, self.pending).items():
             for changes in self._bindings(members, every=True):
                 yield self._set("reduce_scatter", changes, op)
@@ -421,7 +426,7 @@ class Step:
 
     @property
     def slices_time(self) -> bool:
-        """Return whether it is a local op over the axis of microbatches: a slice for each microbatch."""
+        """Return whether this step is a local op over the axis of microbatches: it takes each microbatch's slice."""
         return self.kind in LOCAL and _is_in_time(self.src.mesh, self.axes)
 
     def wire_elements(self) -> int:

@@ -77,8 +77,8 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
 
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that bring other ranks' keys and values to attention ops: the collective, an op before it that
-    packs its operand, and the ops from it to the attention.
+    """Return the nodes that fetch other ranks' keys and values for attention ops: the collective, the op that packs its
+    operand, and the ops between it and the attention.
     """
     nodes: set[fx.Node] = set()
     for call in (node for op in (CALL, FLEX) for node in graph.find_nodes(op="call_function", target=op)):
@@ -127,7 +127,7 @@ ALIASED = "shardc_aliased"
 
 @dataclass(frozen=True)
 class Op:
-    """One execution of a node in a step; a recomputed or regathered node has several.
+    """One execution of a node in a step. A node that is recomputed or gathered again has several.
 
     Args:
         node: the node.
@@ -355,7 +355,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory the result of ``node`` shares; None for none."""
+    """Return the operand whose memory the result of ``node`` shares; None if it shares none."""
     if (index := node.meta.get(ALIASED)) is not None:
         return node.all_input_nodes[index] if index >= 0 else None
     result, target = node.meta.get("val"), node.target
@@ -376,7 +376,7 @@ def aliased(node: fx.Node) -> fx.Node | None:
 
 
 def _reshapes_in_place(x: Tensor, result: Tensor) -> bool:
-    """Return whether a reshape of ``x`` to the shape of ``result`` is a view."""
+    """Return whether a reshape of ``x`` to the shape of ``result`` is a view, without a copy."""
     if x.is_contiguous():
         return True
     sizes = (*x.shape, *x.stride(), *result.shape)
@@ -387,7 +387,7 @@ def _reshapes_in_place(x: Tensor, result: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this shape and stride can be viewed at shape ``to``."""
+    """Return whether a tensor of ``shape`` and ``stride`` can be viewed at the shape ``to`` without a copy."""
     try:
         torch.empty_strided(shape, stride, device="meta").view(to)
     except RuntimeError:

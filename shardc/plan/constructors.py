@@ -273,7 +273,9 @@ def save(names: str | Sequence[str], on: str, ops: Sequence[object] | str | None
 
 
 def _op_name(op: object) -> str:
-    """Return the name of an op in graphs, such as ``aten.mm.default``; without its overload for all overloads."""
+    """Return the name of the op ``op`` as in graphs, such as ``aten.mm.default``. For an op given without overload it
+    is ``aten.mm``, which means all overloads.
+    """
     if isinstance(op, OpOverload | OpOverloadPacket | str):
         return str(op).removeprefix("torch.ops.")
     raise PlanError(

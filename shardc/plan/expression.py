@@ -91,7 +91,7 @@ class _Reader:
         raise self._at(node, f"unknown name {node.id!r}", near(node.id, self.names, f"known are {names}"))
 
     def _join(self, node: ast.BinOp) -> Plan:
-        """Return the plan ``left | right``."""
+        """Return the plan of an expression ``left | right``; PlanError if a side is not a plan."""
         left, right = self.read(node.left), self.read(node.right)
         for side, value in ((node.left, left), (node.right, right)):
             if not isinstance(value, Plan):

@@ -80,7 +80,8 @@ def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> Non
 
 
 def drop_style_hooks(model: nn.Module) -> None:
-    """Remove the hooks with which ``parallelize_module`` redistributes inputs and outputs; the compiler does that.
+    """Remove the hooks with which ``parallelize_module`` redistributes inputs and outputs, since the compiled program
+    does that itself.
 
     Raises:
         InputError: a hook is from ``distribute_module`` or from a style that is not torch's own: it may do anything.
@@ -102,8 +103,8 @@ def drop_style_hooks(model: nn.Module) -> None:
 
 
 def _axes(name: str, param: DTensor, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` on which parameter ``name``, the DTensor ``param``, is placed; InputError if on
-    another mesh.
+    """Return the axes of ``mesh`` on which the DTensor ``param``, the parameter ``name``, is placed. Raises InputError
+    if it is on another mesh.
     """
     names = param.device_mesh.mesh_dim_names or ()
     sizes = dict(zip(names, param.device_mesh.shape, strict=False))
@@ -198,7 +199,9 @@ def _embeddings(glob: str, model: nn.Module) -> bool:
 
 
 def _prepared_input(glob: str, style: PrepareModuleInput, axis: str) -> list[Entry]:
-    """Return a pin for each input that the style redistributes."""
+    """Return a pin (an entry that fixes an activation's layout) for each input that the style ``PrepareModuleInput``
+    redistributes.
+    """
     pairs: dict[At, tuple[Placement | None, Placement | None]] = {}
     if style.input_layouts is not None:
         pairs.update(enumerate(zip(style.input_layouts, style.desired_input_layouts or (), strict=True)))
@@ -210,7 +213,8 @@ def _prepared_input(glob: str, style: PrepareModuleInput, axis: str) -> list[Ent
 def _prepared(
     target: str, axis: str, pairs: Iterable[tuple[At, tuple[Placement | None, Placement | None]]]
 ) -> list[Entry]:
-    """Return a pin for each tensor that a style redistributes.
+    """Return a pin (an entry that fixes an activation's layout) for each tensor that a ``parallelize_module`` style
+    redistributes.
 
     Args:
         target: the modules' glob with ":input" or ":output".

@@ -141,7 +141,7 @@ def freeze(spec: object, entry: str = "") -> Form:
 
 
 def is_one(spec: object) -> bool:
-    """Return whether ``spec`` is for one tensor, rather than a list or dict of specs.
+    """Return whether ``spec`` is the spec of one tensor, and not a list or dict of specs.
 
     A tuple is for one tensor if it can be read that way; a list only if it has at most one axis per dim; a dict if its
     values are placements.
@@ -243,7 +243,7 @@ def is_placements(form: Form) -> TypeGuard[tuple[Placement, ...]]:
 
 @lru_cache(maxsize=4096)
 def read(form: Form, entry: str = "") -> DimsSpec:
-    """Return the `DimsSpec` of a form that is a string or a tuple of axes.
+    """Parse a plan spec, given as a string (``"@dp, _"``) or a tuple of axes, and return it as `DimsSpec`.
 
     Raises:
         PlanError: the string is not a layout.

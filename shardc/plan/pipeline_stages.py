@@ -93,7 +93,7 @@ class PipelineStages:
 
     @property
     def owners(self) -> dict[str, int]:
-        """Return parameter -> the coordinate along the axis whose ranks store it."""
+        """Return which ranks store each parameter: name -> their coordinate along the axis of pipeline stages."""
         return {name: self.rank_of[stage] for name, stage in self.first.items()}
 
 

@@ -53,7 +53,7 @@ def grown_layout(
 
 
 def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
-    """Return whether a DTensor of ``shape`` has the same elements on each rank as ``storage`` has at padded sizes.
+    """Return whether a DTensor of ``shape`` would have the same elements on each rank as the padded layout ``storage``.
 
     Example where it has not: 5 elements over 2 x 2 ranks are padded to 8, of which the ranks have 2, 2, 1 and 0; a
     DTensor splits them into 3 and 2, and these into 2, 1, 1 and 1.
@@ -153,7 +153,7 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """Return the parameter's own name."""
+        """Return the first of the parameter's names, its own if it is tied."""
         return self.names[0]
 
     @property
@@ -182,8 +182,8 @@ class Placed:
         return replace(self, layout=layout, causes=causes)
 
     def keeping(self, axis: str) -> Placed:
-        """Return the parameter, marked so that ``axis`` splits it for compute even if entries split storage over that
-        axis.
+        """Return the parameter with a mark on ``axis``: the axis splits it for compute, even if entries also split
+        storage over that axis.
         """
         return replace(self, compute_axes=self.compute_axes | {axis})
 
@@ -225,7 +225,7 @@ def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
 
 
 def warn(text: str, entry: str) -> None:
-    """Warn, with ``text``, that a parameter cannot have the layout that ``entry`` asks for."""
+    """Warn, with ``text``, that a parameter cannot have the layout that the plan ``entry`` asks for."""
     warnings.warn(str(PlanError(text, plan_entry=entry)), ShardcWarning, stacklevel=3)
 
 

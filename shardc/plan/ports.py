@@ -267,7 +267,8 @@ def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str
 
 
 def _last_specs(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:
-    """Return (spec, entry) of the last entry about each input or output of ``names``; None if there is none.
+    """Return (spec, plan entry) for each input or output of ``names``, from the last entry about it; None where there
+    is no entry.
 
     Args:
         kind: "inputs" or "outputs".

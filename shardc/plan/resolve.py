@@ -126,7 +126,9 @@ class BoundPlan:
         return {name: self.precision.of_param(name).grads or dtype for name, dtype in self.stored.items()}
 
     def pinned(self, tag: str, base: Layout) -> tuple[Layout, str]:
-        """Return (layout, plan entry) of a tagged activation whose value has layout ``base``."""
+        """Return (layout, plan entry) of the pinned activation that the tag node ``tag`` marks. Dims that its spec
+        leaves open keep their layout in ``base``.
+        """
         pin, base = self.pins[tag], base.without_partial()
         what = f"{pin.where} of module {pin.module!r}"
         return to_layout(pin.spec, self.mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry

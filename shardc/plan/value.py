@@ -198,7 +198,7 @@ class Plan:
 
     @property
     def precision(self) -> Policies:
-        """Return the dtypes of the plan's precision entries, by module."""
+        """Return the mixed precision that the plan's entries ask for, as `Policies` (dtypes by module)."""
         return Policies(tuple(entry for entry in self.entries if isinstance(entry, Precision)))
 
     # --- text

@@ -105,7 +105,9 @@ def allowed(subject: Subject) -> Broken:
 
 @cache
 def allowed_op(op: torch._ops.OpOverload) -> bool:
-    """Return whether a saved program may call ``op``, by its schema."""
+    """Return whether a saved program may call the op ``op``. Its schema decides: for example, only collectives may
+    write to their arguments.
+    """
     schema = op._schema
     if op.namespace not in _NAMESPACES:
         return is_registered(op)
@@ -203,7 +205,9 @@ def spec_from_json(data: object, what: str, depth: int = 0) -> pytree.TreeSpec:
 
 
 def _class_of(name: str) -> type | None:
-    """Return the class of this name that pytree has registered, or the named tuple; None if there is none."""
+    """Return the container class ``name`` (module and name) that pytree knows: a registered class or a named tuple.
+    None if there is none.
+    """
     if (cls := registered().get(name)) is not None:
         return cls
     module, _, attribute = name.rpartition(".")

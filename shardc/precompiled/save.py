@@ -127,7 +127,9 @@ def _write_record(folder: Path, record: Record) -> None:
 
 
 def _reads(half: Graph) -> Mapping[str, Any]:
-    """Return placeholder name -> the parameter, buffer or input whose local shard the graph reads through it."""
+    """Return the tensors whose local shards a graph reads: placeholder name -> the parameter, buffer or input behind
+    it.
+    """
     return half.reads
 
 
@@ -166,7 +168,9 @@ def _mesh_group(arg: object) -> object:
 
 
 def _large_constants(gm: fx.GraphModule) -> tuple[tuple[LargeConstant, ...], bytes]:
-    """Return (types of the constants that the text does not show, their bytes, one constant after the other)."""
+    """Return the constants of a graph that are too large for its text: (their names and types, their bytes one after
+    the other).
+    """
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)

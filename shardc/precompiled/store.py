@@ -127,8 +127,8 @@ class Store:
     def find(
         self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
     ) -> Stored | None:
-        """Return the stored program whose guards hold for ``model``, or None; repeats the warnings of its compile.
-        ``fresh`` compiles graphs that it lacks.
+        """Return the stored program whose guards hold for ``model``; None if there is none. Repeats its compile
+        warnings. ``fresh`` compiles graphs that were not saved.
         """
         unlike: list[str] = []
         for folder in sorted(self.folder.glob("*/")):

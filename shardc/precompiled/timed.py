@@ -81,7 +81,7 @@ class Timed:
 
 
 def phase_named(name: str) -> Phase:
-    """Return the phase with this name, the inverse of ``str(phase)``."""
+    """Return the phase whose text is ``name``: the inverse of ``str(phase)``."""
     match = re.fullmatch(r"(.*) of stage (\d{1,9})", name)
     return name if match is None else AtStage(match[1], int(match[2]))
 
@@ -141,8 +141,8 @@ def check_steps(program: Executable, evaluates: bool) -> None:
 
 
 def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: int = 0) -> None:
-    """Raises PrecompiledError if one of ``actions`` of ``rank`` takes or sends a value that the rank does not have at
-    that point.
+    """Raises PrecompiledError if one of the ``actions`` of ``rank`` (runs of graphs, messages) reads or sends a value
+    that the rank does not have by then.
     """
     available: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}

@@ -221,7 +221,8 @@ class Costs:
         return out
 
     def crossover(self, one: Mesh, other: Mesh, **sizes: int) -> Crossover:
-        """Return the batch sizes from which mesh ``one`` or mesh ``other`` is faster, for a step without overlap.
+        """Return the batch sizes at which mesh ``one`` and mesh ``other`` are equally fast, and which is faster in
+        between. Overlap is not counted.
 
         Args:
             sizes: ``sequence``, by default the program's.

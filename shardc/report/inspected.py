@@ -167,7 +167,8 @@ class InspectedProgram(Program):
 
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """Return needless communication and compute of the plan, the costliest first; arguments as for `schedule`.
+        """Return findings about needless communication and compute under the plan, the most costly first. The arguments
+        are those of `schedule`.
 
         Raises:
             PlanError: the plan has pipeline stages.
@@ -217,7 +218,7 @@ def _step_of(program: Executable) -> list[Half]:
 
 
 def _of_microbatches(program: Executable) -> tuple[str, ...]:
-    """Return a tuple with a note on the number of microbatches; () without microbatches."""
+    """Return a note on the number of microbatches, as a tuple of one text; () without microbatches."""
     if program.microbatches == 1 or program.stage_ranks:
         return ()
     without_loss = "; the model returns no loss, so forward runs in the call, and again in the backward"
@@ -244,8 +245,8 @@ class _Uncut:
 
 
 def _tokens(captured: fx.Graph) -> int:
-    """Return the number of tokens of the global batch: the elements of the first input, if it holds integers in two
-    dims or more; else 0.
+    """Return the number of tokens of the global batch: the elements of the first input if that holds integers in two
+    dims or more, else 0.
     """
     first = next((ir.value(x) for x in ir.placeholders(captured, "input")), None)
     integers = first is not None and not first.dtype.is_floating_point and first.dtype is not torch.bool

@@ -223,7 +223,9 @@ def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
 
 
 def in_pieces(name: str, module: str, source: str, pieces: int, reason: str) -> Finding:
-    """Return a finding about the number of chunks that the pass ``decompose`` chose for a collective."""
+    """Return a `Finding` about a collective that the pass ``decompose`` cut into chunks (or did not), with its reason
+    for their number.
+    """
     message = f"cut in {pieces} pieces under its product: {reason}" if pieces > 1 else f"not cut in pieces: {reason}"
     return Finding(
         "product-in-pieces", "low", name, module, source, 0.0, 0, message, "say Options(decompose=) for another"

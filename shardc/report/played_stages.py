@@ -173,7 +173,9 @@ class Played:
         self.stages.append((schedule, tuple(runs.count(half) for half in halves)))
 
     def _message(self, examples: Iterable[Value]) -> float:
-        """Return the seconds of a message with values like ``examples``; 0 if there are none."""
+        """Return the seconds of a message between stages that carries values like ``examples``; 0 if there are no
+        values.
+        """
         sent = sum(x.nbytes for x in examples)
         if not sent:
             return 0.0

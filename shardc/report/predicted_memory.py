@@ -182,7 +182,7 @@ def run_end(step: Sequence, at: int) -> int:
 
 
 def _peak_tensor(step: Sequence, owner: str, size: int, at: int, number: int) -> PeakTensor:
-    """Return a `PeakTensor` of ``size`` bytes for ``owner``: result ``number`` of op ``at`` of the step, or the arena
+    """Return a `PeakTensor` of ``size`` bytes for ``owner``. It is result ``number`` of the op at ``at``, or the arena
     if ``at`` is -1.
     """
     if at < 0:

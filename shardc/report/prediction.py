@@ -39,7 +39,9 @@ ORDERS = ("graph", "earliest")
 
 @dataclass
 class Span:
-    """The start and end of a kernel or collective since the start of the step, and the rank's wait, in seconds."""
+    """The time of a kernel or collective: its start and end in seconds since the start of the step, and the seconds
+    that the rank waits for it.
+    """
 
     start: float
     end: float
@@ -336,7 +338,9 @@ class Prediction:
 
     @property
     def host_update_seconds(self) -> float:
-        """Return the part of ``optimizer_seconds`` for parameters on the host, which are updated there."""
+        """Return the seconds of the optimizer's update of parameters that lie on the host. They are a part of
+        ``optimizer_seconds``.
+        """
         return self.hardware.update_seconds(_updated(dict(self.memory.host)), host=True)
 
     def stage_of(self, transfer: Collective) -> int | None:
@@ -371,7 +375,9 @@ class Prediction:
 
 
 def _updated(owners: Mapping[str, int]) -> int:
-    """Return the bytes that an optimizer's update reads and writes; ``owners``: owner ("parameters", ...) -> bytes."""
+    """Return the bytes that an optimizer's update reads and writes. ``owners`` has the bytes of "parameters" and
+    "optimizer" state.
+    """
     return 3 * owners.get("parameters", 0) + 2 * owners.get("optimizer", 0)
 
 

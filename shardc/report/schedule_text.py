@@ -56,7 +56,7 @@ def answer(schedule: Prediction) -> list[str]:
 
 
 def lines(schedule: Prediction) -> list[str]:
-    """Return the lines of step time, tokens/s and MFU."""
+    """Return the lines of text about step time, tokens/s and MFU."""
     ranks, hardware = schedule.mesh.ranks, schedule.hardware
     step = f"{duration(schedule.seconds)} = compute {duration(schedule.compute_seconds)}"
     out = [("step", f"{step} + exposed communication {duration(schedule.exposed)}")]
@@ -123,7 +123,9 @@ def _group_key(c: Collective, stage: int | None = None) -> tuple[object, ...]:
 
 
 def _cause(c: Collective) -> str:
-    """Return the plan entry that asks for a collective, or else the op that needs it."""
+    """Return the cause of a collective as text: the plan entry that asks for it, or else the op that needs it; "-" if
+    unknown.
+    """
     return c.cause.entry or layers_of(c.cause.reason) or "-"
 
 

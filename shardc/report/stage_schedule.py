@@ -106,7 +106,7 @@ class PipelineSchedule(Schedule):
         return json.dumps(export.pipeline_trace(self, self.timeline, self.rank, self.axis)) + "\n"
 
     def to_html(self, findings: Iterable[Finding] = (), beside: Prediction | Step | None = None) -> str:
-        """Return a page as `Schedule.to_html`, with the pipeline on top."""
+        """Return the step as an HTML page like that of `Schedule.to_html`, with the timeline of the pipeline on top."""
         return page.page(self, findings, stage_timeline.svg(self.timeline), beside)
 
     def plot(self, path: str | Path) -> None:
@@ -115,8 +115,8 @@ class PipelineSchedule(Schedule):
 
 
 def _table(schedule: PipelineSchedule, rows: int | None) -> str:
-    """Return, as text, duration, bubble and memory of a step with pipeline stages, its drawn timeline, the tables of
-    stages and ranks, and those of the rank that is shown.
+    """Return the predicted step with pipeline stages as text: duration, bubble and memory, a drawn timeline, tables of
+    stages and ranks, and the tables of the shown rank.
     """
     title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
     _, *others = schedule_text.lines(schedule)
@@ -157,7 +157,7 @@ def _stages(schedule: PipelineSchedule) -> str:
 
 
 def _ranks(schedule: PipelineSchedule) -> str:
-    """Return the table of ranks: shares of the step, and memory."""
+    """Return the table of a pipeline's ranks as text: for each, its shares of the step's time and its memory."""
     seconds = schedule.timeline.seconds or 1.0
     body = []
     for x in schedule.ranks:

@@ -29,7 +29,7 @@ _ONCE_NAME, _ONCE_COLOUR = "runs once", "#8d99ae"
 
 
 def rows(timeline: Timeline, width: int = 120) -> list[str]:
-    """Return a timeline as lines of text: a row for each rank, the axis of time and a key.
+    """Return a pipeline's timeline as lines of text: a line for each rank, an axis of time, and a key.
 
     In a row, a letter stands where a computation starts, and its microbatch follows.
 
@@ -105,7 +105,7 @@ def _row(timeline: Timeline, rank: int, columns: int) -> str:
 
 
 def _is_first(timeline: Timeline, action: Action) -> bool:
-    """Return whether the stage of ``action`` is the first of the stages on its rank."""
+    """Return whether the stage of ``action`` is the first of its rank's stages."""
     rank_of = timeline.schedule.rank_of
     return rank_of.index(rank_of[action.stage]) == action.stage
 

@@ -167,7 +167,7 @@ class CapturedModel:
 
     @cached_property
     def more(self) -> CapturedModel:
-        """Return a capture of more of the repeated blocks (after some calls, of all), for plans that treat some of them
+        """Return a new capture with more of the repeated blocks (in the end with all), for plans that treat some blocks
         differently.
         """
         keep = next((keep for keep in KEEP if keep > self.repeats.keep), 0)
@@ -300,7 +300,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _rate(hardware: Hardware, attention: bool) -> float:
-    """Return the share of the peak FLOP/s that attention (``attention``) or matrix products reach."""
+    """Return the share of the peak FLOP/s that is reached: by attention if ``attention``, else by matrix products."""
     return hardware.attention if attention and hardware.attention is not None else hardware.matmul
 
 

@@ -175,7 +175,7 @@ class Fit:
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
-        """Predict variants of ``plan`` until one fits in memory; they are recorded as tried.
+        """Predict variants of ``plan`` that need less memory, until one fits. Each variant is recorded as a tried plan.
 
         First parameters stay unsharded for backward, then measures are added, the cheapest per byte first.
         """

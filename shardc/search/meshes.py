@@ -71,7 +71,9 @@ def with_stages(
 
 
 def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
-    """Return ``count`` axis names: those of ``required``, then the usual ones, in the order of `NAMES`."""
+    """Return the names of ``count`` mesh axes: first those of ``required``, then usual names such as "dp", sorted as
+    they are placed on nodes.
+    """
     usual = {1: ("dp",), 2: ("dp", "tp")}.get(count, NAMES)
     names = [*required, *(name for name in (*usual, *NAMES) if name not in required)]
     last = {"rep": -2, "dp": -1, "tp": 1}
@@ -79,7 +81,9 @@ def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
 
 
 def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
-    """Yield tuples of ``count`` powers of two whose product is at most ``room``; the last item varies slowest."""
+    """Yield tuples of ``count`` powers of two, each 2 or more, whose product is at most ``room``. The last item varies
+    slowest.
+    """
     if not count:
         yield ()
         return

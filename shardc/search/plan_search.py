@@ -93,7 +93,7 @@ class PlanProblem(OpenLayoutProblem):
 
 @dataclass
 class Split:
-    """A set of axes over which storage only is split, with solutions of its layout problem.
+    """A choice of the axes over which storage only is split, with its layout problem and the solutions found so far.
 
     Args:
         over: the axes.

@@ -221,7 +221,8 @@ class Writer:
         return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
-        """Return (whether the parameters ``whole`` are just those below some size, that size in bytes).
+        """Return (whether the parameters ``whole`` are all smaller than the others, the size in bytes below which they
+        are).
 
         Args:
             whole, split: names of the parameters that are replicated, and of those that are split.
@@ -233,7 +234,7 @@ class Writer:
 
     @staticmethod
     def _ddp(axes: Iterable[str]) -> Plan:
-        """Return a plan with a ``ddp`` entry for each axis."""
+        """Return a plan with one ``ddp`` entry for each of ``axes``."""
         plan = Plan()
         for axis in axes:
             plan |= ddp(axis)
@@ -332,7 +333,9 @@ class Writer:
         return out
 
     def _glob(self, run: Repeat, rest: str) -> str:
-        """Return a glob of the name with ``rest`` in each block of ``run``, and of no other module or parameter."""
+        """Return a glob that matches the name ``rest`` inside each block of ``run``, and no other module or
+        parameter.
+        """
         glob = f"{run.prefix}*{rest}"
         if (run, rest) not in self.globs:
             others = set(matching(glob, self._names)) - {run.name(block, rest) for block in range(run.count)}

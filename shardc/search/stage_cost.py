@@ -264,8 +264,8 @@ class Player:
     played: dict[tuple[int, ...], Played] = field(default_factory=dict)
 
     def fastest(self) -> Played | None:
-        """Return the cut with the fastest step among those that fit, or else that of least memory; None if there are
-        more stages than places to begin one.
+        """Return the cut into stages with the fastest step that fits in memory; if none fits, the cut that needs least
+        memory. None if the model has too few places to cut.
 
         Starting at the cut whose slowest stage is fastest, cuts are moved while that is better.
         """

@@ -196,7 +196,7 @@ def verify_stages(staged: Staged, mesh: Mesh) -> None:
 
 
 def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
-    """Return (name, graph) of each stage, in order."""
+    """Return (name, graph) for each graph of ``graphs``, with ``stage 0``, ``stage 1``, ... as names."""
     return [(f"stage {at}", graph) for at, graph in enumerate(graphs)]
 
 

@@ -1,5 +1,5 @@
-"""Checks of a step that is cut into microbatches or into the stages of a pipeline: together its graphs give what the
-joint graph gave.
+"""Checks of a step that is cut into microbatches or pipeline stages: the graphs together must compute what the joint
+graph computed.
 
 A term of the step is what a reduction over time took in the joint graph, and a sum stands for what that gave. So the
 graphs agree with the joint graph if each term, each value that graphs hand on, and each output has its fingerprint.
@@ -89,7 +89,8 @@ def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
 def closes(
     backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> str | None:
-    """Return the first fault of the last microbatch's backward, as text, or None.
+    """Return the first fault of ``last``, the backward of the last microbatch that also closes the step, as text; None
+    if it has none.
 
     Its results must be those of ``closing`` on sums of the other microbatches' terms plus the terms of ``backward``.
 
@@ -130,7 +131,8 @@ def opens(forward: fx.Graph, gathers: fx.Graph, first: fx.Graph) -> str | None:
 
 
 def in_stages(whole: fx.Graph, parts: Graphs) -> tuple[str, str] | None:
-    """Return (graph, reason) for the first fault of graphs that ``whole`` is cut into, or None.
+    """Return (graph, reason) for the first fault of the stage graphs into which ``whole`` is cut; None if they compute
+    its results.
 
     Each result of a part is a result of the whole graph, or a value that it has under this name. Values that a part
     takes from others are those of their names. Together the parts give all results, each once.
@@ -161,7 +163,8 @@ def in_stages(whole: fx.Graph, parts: Graphs) -> tuple[str, str] | None:
 def in_time(
     graphs: Sequence[fx.Graph], up: Sequence[Collection[str]], down: Sequence[Collection[str]]
 ) -> tuple[str, str] | None:
-    """Return (stage, reason) for the first value that a stage takes and that does not reach it in time, or None.
+    """Return (stage, reason) for the first value that reaches a stage too late or not at all; None if all arrive in
+    time.
 
     A value of an earlier stage comes with the forward, over all boundaries between the two; one of a later stage comes
     with the backward, and no result of the forward depends on it.

@@ -72,7 +72,9 @@ def order(graph: fx.Graph) -> list[str]:
 
 
 def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
-    """Return (op, reason) for the first op of ``graph`` that is not at its position in ``scheduled``, or None."""
+    """Return (op, reason) for the first op of ``graph`` that is out of the order ``scheduled`` (names of ops); None if
+    the order is kept.
+    """
     now = order(graph)
     if now == scheduled:
         return None

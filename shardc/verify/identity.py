@@ -57,14 +57,18 @@ def computed(graph: fx.Graph, saved: Mapping[str, Fingerprint] | None = None) ->
 
 
 def of_outputs(graph: fx.Graph, prints: Fingerprints) -> Computed:
-    """Return (kind, name, index) of each output -> its fingerprint; ``prints`` has those of the nodes."""
+    """Return the fingerprint of each output of ``graph``: (kind, name, index) -> fingerprint. ``prints`` has the
+    fingerprints of its nodes.
+    """
     return {
         (role.kind, role.name, role.index): prints[node] for role, node in outputs(graph) if isinstance(node, fx.Node)
     }
 
 
 def same(before: Computed, now: Computed) -> str | None:
-    """Return a description of the first output whose fingerprint differs between two graphs, or None."""
+    """Return a description of the first output that differs between two graphs, given the fingerprints of their
+    outputs; None if all are equal.
+    """
     for role in [*before, *(role for role in now if role not in before)]:
         if before.get(role) != now.get(role):
             kind, name, _ = role

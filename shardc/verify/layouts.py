@@ -91,7 +91,7 @@ def moves(subject: Subject) -> Broken:
 
 
 def _broken_move(node: fx.Node, source: Value, result: Value) -> str | None:
-    """Return why a data-movement op is wrong, or None."""
+    """Return why the result of a data-movement op does not fit its source, as text; None if it fits."""
     if result.dtype != source.dtype:
         return f"the dtype changes from {source} to {result}"
     if node.target in (ops.pad, ops.unpad):

@@ -49,8 +49,8 @@ class Entry:
 
     @property
     def storage(self) -> tuple[tuple[str, ...], int]:
-        """Return (axes over which the entry splits parameters in storage only, 1, 2 or 3 for ZeRO-1, -2 or -3); ((), 0)
-        if it splits none.
+        """Return (axes over which the entry splits parameters in storage only, its ZeRO level 1, 2 or 3); ((), 0) if it
+        splits none.
         """
         return (), 0
 
@@ -91,7 +91,7 @@ class Entry:
         return {}
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
-        """Return ``stored`` with the storage that the entry gives to a parameter.
+        """Return the layouts ``stored`` of a parameter with its storage split as this entry says.
 
         It is called for parameters that no spec splits over axes of `storage`.
 
@@ -135,7 +135,7 @@ class Entry:
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Return (kind, subject, effect) of the entry, for a table of the plan."""
+        """Return the cells (kind, subject, effect) of the entry in a table of the plan."""
         name, arguments = self.call
         return name, "", call_text("", arguments)[1:-1]
 

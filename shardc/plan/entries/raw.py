@@ -37,7 +37,7 @@ class Spec(Raw):
     @property
     @abstractmethod
     def key(self) -> tuple[str, str]:
-        """Return (argument of `Plan`, target of the spec)."""
+        """Return (argument of `Plan`, name or path of the tensor that the spec is for)."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -163,8 +163,8 @@ class Prefetch(Raw):
         return ("prefetch", self.module)
 
     def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
-        """Return no pins, as the entry gives no layout; raise PlanError if one of the modules that it names does not
-        exist.
+        """Check that the modules named by the entry exist; raise PlanError if one does not. Return no pins, since a
+        prefetch gives no layout.
         """
         for name in (self.module, *self.modules):
             if name not in modules:
