@@ -67,7 +67,7 @@ def gradient(
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, given ``grad``, that of the output.
+    """Return the gradients of query, key and value in attention, given ``grad``, the gradient of the output of `call`.
 
     ``out`` and ``sums`` are the results of `call`, also of one on more keys than ``key`` has; other arguments are those
     of `call`.
@@ -96,7 +96,9 @@ def gradient(
 def _call_later(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, keys: int, later: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `call` for a causal mask that ``later`` shifts by one key."""
+    """Compute `call` with a causal mask in which query i attends to keys 0 to i or, if ``later`` is true, to i - 1
+    only.
+    """
     if later.device.type == "cpu":  # reading it does not synchronize
         if not later:
             return call(query, key, value, bias, True, scale, keys)
@@ -114,7 +116,9 @@ def _gradient_later(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None,
     scale: float, keys: int, later: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the results of `gradient` for a causal mask that ``later`` shifts by one key."""
+    """Compute `gradient` with a causal mask in which query i attends to keys 0 to i or, if ``later`` is true, to i - 1
+    only.
+    """
     rows = [grad, query, out, sums]
     if later.device.type == "cpu":
         if not later:
@@ -134,12 +138,16 @@ def _gradient_later(
 
 
 def _rolled(x: Tensor, later: Tensor, by: int) -> Tensor:
-    """Return ``x`` [b, h, q, ...], rolled by ``by`` along the queries if ``later`` is true."""
+    """Return ``x`` [b, h, q, ...], rolled by ``by`` places along the queries if ``later`` (bool []) is true, else as it
+    is.
+    """
     return _sequence_major(torch.where(later, x.roll(by, 2), x))
 
 
 def _row_mask(sums: Tensor, row: int) -> Tensor:
-    """Return a mask, bool [q], true at query ``row`` only; -1 is the last. ``sums`` is [b, h, q]."""
+    """Return a mask of the queries, bool [q], that is true only at query ``row`` (-1 is the last). ``sums`` [b, h, q]
+    gives their number.
+    """
     places = torch.arange(sums.shape[2], device=sums.device)
     return places == row % sums.shape[2]
 
@@ -147,26 +155,28 @@ def _row_mask(sums: Tensor, row: int) -> Tensor:
 def _without_padding(
     key: Tensor, value: Tensor, bias: Tensor | None, keys: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (key, value, bias) with the first ``keys`` keys only, without the padding after them."""
+    """Return (key, value, bias), cut to the first ``keys`` keys; those after them are padding."""
     if keys == key.shape[2]:
         return key, value, bias
     return key[:, :, :keys], value[:, :, :keys], bias if bias is None or bias.shape[-1] == 1 else bias[..., :keys]
 
 
 def _aligned(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether all attention kernels mask alike: there is no causal mask, or there are as many queries as keys,
-    so that none shifts it.
+    """Return whether all attention kernels would apply the same causal mask: there is none, or there are as many
+    queries as keys. (Otherwise kernels differ in how they align it.)
     """
     return not causal or query.shape[2] == key.shape[2]
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values ``x`` [b, g, k, e] repeated to the heads of ``query``: [b, h, k, e]."""
+    """Repeat the keys or values ``x`` [b, g, k, e] to as many heads as ``query`` has: return [b, h, k, e]."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return the attention scores [b, h, q, k] with bias, -inf where ``causal`` masks them, in float32 at least."""
+    """Return the attention scores [b, h, q, k] with bias, in float32 at least. If ``causal``, scores of later keys are
+    -inf.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ _by_head(key, query).to(wide).transpose(-1, -2) * scale
     scores = scores if bias is None else scores + bias
@@ -179,8 +189,8 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 def _written_out(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, scores: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by plain ops, given ``grad``, that of ``out``, and the ``scores``
-    [b, h, q, k] with their log-sum-exps ``sums``.
+    """Return the gradients of query, key and value, computed by plain ops. ``grad`` is that of the output ``out``;
+    ``sums`` are the log-sum-exps of the ``scores`` [b, h, q, k].
     """
     wide = scores.dtype
     weights, grad = (scores - sums.unsqueeze(-1)).exp(), grad.to(wide)
@@ -192,7 +202,7 @@ def _written_out(
 
 
 def _sequence_major(x: Tensor) -> Tensor:
-    """Return ``x`` [b, h, q, ...] with the memory order of [b, q, h, ...], which models use."""
+    """Return ``x`` [b, h, q, ...] with its memory in the order [b, q, h, ...], as models use it."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -56,7 +56,8 @@ class Body:
 
     @cached_property
     def run_forward(self) -> Callable[..., Tensor]:
-        """Return ``forward`` as a function that returns the results and writes the saved values to buffers.
+        """Return the graph ``forward`` as a function that returns the results of the rows. It writes the values to save
+        for backward to buffers, which are further arguments.
 
         The buffers, one for each saved value, follow the arguments of ``forward``.
         """
@@ -68,7 +69,8 @@ class Body:
 
     @cached_property
     def run_backward(self) -> Callable[..., Sequence[Tensor | None]]:
-        """Return ``backward`` as a function that returns its gradients, and can write those of parameters to buffers.
+        """Return the graph ``backward`` as a function that returns the gradients. It can write the gradients of
+        parameters to buffers, which are further arguments.
 
         The caller passes the buffers, one for each parameter, after the arguments of ``backward``. A gradient that is a
         matrix product is written to its buffer; any other is returned in memory of its own.
@@ -81,13 +83,15 @@ class Body:
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Sequence[Tensor]] | None:
-        """Return ``forward`` as a function for the rows of all experts (`grouped`); None if it cannot be rewritten."""
+        """Return ``forward`` as a function that computes the rows of all experts at once (`grouped`). None if the graph
+        cannot be rewritten so.
+        """
         return grouped(self.forward, 1 + len(self.saved))
 
     @cached_property
     def grouped_backward(self) -> Callable[..., Sequence[Tensor | None]] | None:
-        """Return ``backward`` as a function for the rows of all experts; None if there is no backward, or it cannot be
-        rewritten.
+        """Return ``backward`` as a function that computes the rows of all experts at once (`grouped`). None if there is
+        no backward, or if it cannot be rewritten so.
         """
         return None if self.backward is None else grouped(self.backward, 2)
 
@@ -107,7 +111,9 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """Make a body from the result of `to_json`; TextError for other data, or an op that is not ``allowed(op)``."""
+        """Make a `Body` from what `to_json` returned. TextError for any other data, or if it calls an op for which
+        ``allowed(op)`` is false.
+        """
 
         def per_row(entry: Any) -> PerRow:
             shape, dtype = entry
@@ -127,12 +133,12 @@ _bodies: dict[str, Body] = {}
 
 
 def register(body: Body) -> Body:
-    """Register ``body`` by its name, unless it is registered; return the registered one."""
+    """Register ``body`` under its name and return it. If an equal body has that name already, return that one."""
     return _bodies.setdefault(body.name, body)
 
 
 def body_of(name: str) -> Body:
-    """Return the registered body ``name``; RuleError if this process has not captured or loaded it."""
+    """Return the `Body` registered under ``name``. RuleError if this process has neither captured nor loaded it."""
     if name not in _bodies:
         raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
     return _bodies[name]
@@ -150,7 +156,7 @@ _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of ``graph``, with its output."""
+    """Return a copy of ``graph``, its output node included."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph, env))
@@ -158,7 +164,9 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
-    """Return the nodes (or None) that ``graph`` returns, as a list, and erase its output node."""
+    """Erase the output node of ``graph``; return the nodes that it returned, as a list with None for missing
+    results.
+    """
     end = next(iter(reversed(graph.nodes)))
     results = end.args[0]
     graph.erase_node(end)
@@ -166,14 +174,18 @@ def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
 
 
 def _buffer(graph: fx.Graph, name: str) -> fx.Node:
-    """Insert a placeholder ``name`` after the last placeholder of ``graph``; return its node."""
+    """Insert a placeholder ``name``, for a buffer to write to, after the last placeholder of ``graph``; return its
+    node.
+    """
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         return graph.placeholder(name)
 
 
 def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
-    """Make ``node`` write its result to the buffer, node ``place``: by the op's ``out=`` variant, else by a copy."""
+    """Make ``node`` write its result to a buffer, whose node is ``place``: by the op's ``out=`` variant or, if it has
+    none, by a copy.
+    """
     if node.target in _OUT:
         node.target, node.kwargs = _OUT[node.target], {**node.kwargs, "out": place}
         return
@@ -183,8 +195,8 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.node.Argument:
-    """Return a node that writes ``gradient``, if it is an ``mm`` or the transpose of one, to the buffer ``place``; else
-    ``gradient`` itself.
+    """Make a matrix product (``mm``), or the transpose of one, write its result to the buffer ``place``, and return the
+    new node. Any other ``gradient`` is returned as it is.
 
     The transpose of a product is a product too.
     """
@@ -201,7 +213,7 @@ def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.
 
 
 def _run(graph: fx.Graph, results: fx.node.Argument) -> Callable[..., Any]:
-    """Make ``graph`` return ``results`` and drop ops without use; return it as a function."""
+    """Make ``graph`` return ``results``, and drop the ops that these do not need. Return the graph as a function."""
     graph.output(results)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node))
     forward: Callable[..., Any] = fx.GraphModule({}, graph).forward
@@ -209,7 +221,7 @@ def _run(graph: fx.Graph, results: fx.node.Argument) -> Callable[..., Any]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether an op writes to a buffer."""
+    """Return whether an op writes to a buffer that is passed to it."""
     return "out" in node.kwargs or node.target is aten.copy_.default
 
 
@@ -217,7 +229,9 @@ def _writes(node: fx.Node) -> bool:
 
 
 def graph_to_json(graph: fx.Graph) -> Iterator[list[object]]:
-    """Yield one list per node, of strings and numbers: its name, op, arguments and keyword arguments."""
+    """Convert a graph to plain data: yield a list of strings and numbers for each node, with its name, op, arguments
+    and keyword arguments.
+    """
     for node in graph.nodes:
         if node.op == "placeholder":
             yield [node.name]
@@ -238,7 +252,9 @@ def _encoded(argument: fx.node.Argument) -> object:
 
 
 def graph_from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph:
-    """Make a graph from the result of `graph_to_json`; ValueError for an op that is not ``allowed(op)``."""
+    """Make a graph from what `graph_to_json` yielded. ValueError if it calls an op for which ``allowed(op)`` is
+    false.
+    """
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
 
@@ -267,7 +283,7 @@ def graph_from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.
 
 
 def _constant(text: str, kind: type = object) -> Any:
-    """Return the constant that ``text`` stands for; ValueError if it is not a ``kind``."""
+    """Parse ``text`` as a constant and return it. ValueError if it is no constant, or no instance of ``kind``."""
     try:
         constant = grammar.constant_of(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`experts`, and the marker ops that enclose the function of one expert in a trace.
+"""`shardc.experts`, and the marker ops with which a trace encloses the function of one expert.
 
 The first marker returns all tokens as the rows of one expert, and that expert's parameters; the last one takes its
 result. `shardc.passes.layout.experts` replaces the ops between them by one op, and their gradient by another. Outside
@@ -25,16 +25,16 @@ _library.define("exit_grad(Tensor grad, Tensor index) -> Tensor")
 
 
 def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
-    """Marker op at the start of one expert's function: return its [rows, routing weight of each row [n, 1],
-    *parameters], given ``tensors``, those of all experts.
+    """Marker op at the start of one expert's function. Given ``tensors`` [tokens, routing weights, *parameters of all
+    experts], it returns what one expert gets: [rows, routing weight of each row [n, 1], *its parameters].
     """
     x, weight, *params = tensors
     return [x.clone(), weight.new_empty(x.shape[0], 1), *(p.new_empty(p.shape[1:]) for p in params)]
 
 
 def _enter_grad(grads: list[Tensor], index: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Gradient of `_enter`: return the gradients of tokens, routing weights and all experts' parameters (``sizes``:
-    number of experts in each).
+    """Gradient of the marker op `_enter`. Given the gradients of one expert's operands, it returns those of tokens,
+    routing weights and the parameters of all experts (``sizes`` has the number of experts of each).
     """
     x, scale, *params = grads
     return [
@@ -63,7 +63,7 @@ def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor |
 
 
 def _copy(x: Tensor, index: Tensor) -> Tensor:
-    """Marker op at the end of one expert's function: return a copy of its results ``x``."""
+    """Marker op at the end of one expert's function. Given the function's results ``x``, it returns a copy of them."""
     return x.clone()
 
 
@@ -92,7 +92,7 @@ Function = Callable[..., Tensor]
 
 
 def experts(function: Function) -> Function:
-    """Return a function that routes tokens to all experts, given ``function``, the function of one expert.
+    """Turn ``function``, the function of one expert, into a function that routes tokens to all experts.
 
     ``function(rows, *weights) -> rows`` computes each row of its result from that row of its argument alone.
     `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the experts run one after
@@ -134,7 +134,8 @@ def experts(function: Function) -> Function:
 def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Run the experts one after another; return for each token the sum of its experts' weighted results, [t, o].
+    """Run each expert on its tokens, one expert after another. Return for each token the weighted sum of its experts'
+    results, [t, o].
 
     Args:
         scaled: whether ``function`` takes the routing weights [n, 1] after the rows, and applies them.
@@ -153,7 +154,9 @@ def one_by_one(
 def marked(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Trace ``function`` once, for one expert, between the marker ops; takes and returns what `one_by_one` does."""
+    """Replaces `one_by_one` in a trace: calls ``function`` once, for one expert, between the marker ops. Arguments and
+    results are those of `one_by_one`.
+    """
     index = index.clone()  # unique to this call
     rows, scale, *weights = ENTER([x, weight, *params], index)
     result = function(rows, scale, *weights) if scaled else function(rows, *weights) * scale

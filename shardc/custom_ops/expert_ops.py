@@ -46,7 +46,8 @@ _library.define("arrived(Tensor came, int ranks, int rows, bool blocks) -> Tenso
 
 @dataclass(frozen=True)
 class Load:
-    """The fullest block of one layer of experts, as its op `WITHIN` reads it.
+    """How many rows the fullest block of one layer of experts had in a run. A layer may send its rows to other ranks in
+    blocks of fixed size.
 
     Args:
         most: rows of the fullest block that a rank sends to another, times ``ranks``, plus the sending rank: int64 [1],
@@ -62,7 +63,8 @@ class Load:
 
 @dataclass
 class Noted:
-    """Records of the layers of experts that have run, in the order of their ops.
+    """Records of the layers of experts that ran (rows per expert, and how full blocks were), in the order in which
+    their ops ran.
 
     Attributes:
         counts: (number of this rank's rows for each expert, int64 [e]; process group of the ranks that have other
@@ -79,7 +81,7 @@ _noted: Noted | None = None
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """Context manager: yields a `Noted`, to which layers of experts append when they run inside."""
+    """Context manager that yields a `Noted`. The layers of experts that run in the block append their records to it."""
     global _noted
     before, _noted = _noted, Noted()
     try:
@@ -89,7 +91,8 @@ def noting() -> Iterator[Noted]:
 
 
 def experts_in(graph: fx.Graph, op: OpOverload) -> list[str]:
-    """Return the qualified names of the modules that append to a `Noted` by ``op`` when ``graph`` runs, in order.
+    """Return the qualified names of the layers of experts in ``graph`` whose ``op`` appends a record to a `Noted`, in
+    the order of these records.
 
     Args:
         op: `NOTED`, for ``counts``, or `WITHIN`, for ``loads``.
@@ -99,7 +102,8 @@ def experts_in(graph: fx.Graph, op: OpOverload) -> list[str]:
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
-    """Record ``index`` for `noting`; return it with entries of no expert (padding) spread over all experts.
+    """Record how many rows each expert gets by ``index``, for `noting`. Return ``index`` with its entries for no expert
+    (padding) replaced by experts in turn.
 
     Args:
         index: chosen experts, int64 [t, k]; the number ``experts`` stands for no expert.
@@ -115,8 +119,8 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """Return [permutation that sorts ``key``; its inverse; for each value below ``count``, the end of its entries in
-    that order], all int64.
+    """Sort ``key``. Return [permutation that sorts it; the inverse permutation; for each value from 0 to ``count - 1``,
+    where its entries end in sorted order], all int64.
     """
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
@@ -129,7 +133,8 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int, blocks: bool) -> list[Tensor]:
-    """Return [permutation that sorts received rows by expert; its inverse; end of each expert's rows in that order].
+    """Sort the rows that a rank has received by expert. Return [permutation that sorts them; the inverse permutation;
+    where each expert's rows end in sorted order].
 
     Rows arrive sorted by rank, then by expert.
 
@@ -153,7 +158,8 @@ def _arrived(came: Tensor, ranks: int, rows: int, blocks: bool) -> list[Tensor]:
 
 
 def _blocks(order: Tensor, back: Tensor, ends: Tensor, ranks: int, rows: int) -> list[Tensor]:
-    """Return the places of this rank's choices in one block of ``rows`` rows for each rank.
+    """Place this rank's choices (pairs of a token and an expert) in one block of ``rows`` rows for each rank. Return
+    [choice in each row, row of each choice, rows for each expert, choices for the busiest rank].
 
     Args:
         order: permutation that sorts the choices by rank and expert, those for no rank last, int64 [s].
@@ -178,8 +184,8 @@ def _blocks(order: Tensor, back: Tensor, ends: Tensor, ranks: int, rows: int) ->
 
 
 def _within(most: Tensor, rows: int, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Record a `Load` for `noting`; return 1 if the fullest block, by ``most`` (encoded as in `Load`), has at most
-    ``rows`` rows, else NaN, as ``dtype`` [1].
+    """Return 1 if the fullest block has room, else NaN, as ``dtype`` [1]. ``most`` encodes its number of rows (see
+    `Load`), and ``rows`` is the room. Also records a `Load` for `noting`.
     """
     if _noted is not None:
         _noted.loads.append(Load(most, rows, ranks))
@@ -192,13 +198,17 @@ def _counts(ends: Tensor) -> Tensor:
 
 
 def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return (order that sorts the flat ``index`` [t k] by expert, end of each expert's entries in it [e]), int64."""
+    """Sort the chosen experts, ``index`` [t, k]. Return (permutation that sorts the flat index by expert, where each
+    expert's entries end in sorted order [e]), both int64.
+    """
     chosen, order = index.flatten().sort(stable=True)
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
 
 def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
-    """Return for each token the weighted sum of its experts' results, [t, o]."""
+    """Compute a layer of experts on one device: return for each token the weighted sum of its experts' results, [t,
+    o].
+    """
     order, ends = sort(index, params[0].shape[0])
     scale = weight.flatten()[order].unsqueeze(1)
     return _run(x, order // index.shape[1], scale, ends, params, order.numel(), True, body)[0]
@@ -207,7 +217,9 @@ def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: 
 def _gradient(
     grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object
 ) -> list[Tensor]:
-    """Return the gradients of ``x``, ``weight`` and ``params``, given ``grad``, that of the result of `_call`."""
+    """Return the gradients of ``x``, ``weight`` and ``params`` of `_call`, given ``grad``, the gradient of its
+    result.
+    """
     order, ends = sort(index, params[0].shape[0])
     scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
     saved = _run(x, take, scale, ends, params, order.numel(), True, body)[1:]
@@ -222,7 +234,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int, waits: bool) -> tuple[Tensor, Tensor]:
-    """Return (entries of ``take`` to compute; whether each belongs to an expert of this rank, bool [n, 1]).
+    """Return which rows to compute: (leading entries of ``take``; for each, whether it belongs to an expert of this
+    rank, bool [n, 1]).
 
     These entries are all of ``take``, unless the host may wait (``waits``) and ``take`` is more than twice as long as
     expected: then the host waits for the number of entries that belong to experts, and the rest is left out.
@@ -234,7 +247,8 @@ def _live(take: Tensor, ends: Tensor, expected: int, waits: bool) -> tuple[Tenso
 def _run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, waits: bool, body: str
 ) -> list[Tensor]:
-    """Run this rank's experts on their rows; return [sums of results by token, *the body's saved values].
+    """Run this rank's experts on their rows. Return a list: for each token the sum of its experts' results, then the
+    values that the experts' function saves for backward.
 
     Args:
         x: tokens [m, d].
@@ -274,7 +288,9 @@ def _run_gradient(
     grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
     expected: int, waits: bool, body: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of ``x``, ``scale`` and ``params``, given ``grad``, that of the first result of `_run`."""
+    """Return the gradients of ``x``, ``scale`` and ``params`` of `_run`, given ``grad``, the gradient of its first
+    result.
+    """
     function, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, grads = torch.zeros_like(scale), [torch.empty_like(p) for p in params]

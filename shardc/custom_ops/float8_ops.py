@@ -1,4 +1,5 @@
-"""Scaled products in float8: the scale of a tensor follows from its largest absolute value (``amax``).
+"""Matrix products in float8 of scaled operands. The scale of a tensor follows from its largest absolute value
+(``amax``).
 
 ``quantise(x, amax, dtype)`` is ``x * scale`` in float8, and ``mm`` multiplies two such matrices and divides by their
 scales. With one scale for a tensor, ``amax`` has no dims, and the scale brings it to the largest number of the dtype.
@@ -39,7 +40,9 @@ BLOCK = 32  # numbers with a scale of their own, by MX
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the float32 scale of a tensor whose largest absolute value is ``amax``, for numbers of ``dtype``."""
+    """Return the float32 scale by which a tensor is multiplied before its conversion to ``dtype``. ``amax`` is the
+    largest absolute value of the tensor, or of each of its rows, columns or blocks.
+    """
     if amax.ndim == 3:
         exponent = amax.to(torch.float32).view(torch.int32) >> _MANTISSA
         top = math.frexp(torch.finfo(dtype).max)[1] - 1
@@ -49,13 +52,17 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` times its scale (`scale_of`) in float8; ``amax``: its largest absolute value, or those of parts."""
+    """Return ``x`` times its scale (`scale_of`), converted to the float8 ``dtype``. ``amax`` is the largest absolute
+    value of ``x``, or of each of its rows, columns or blocks.
+    """
     most = torch.finfo(dtype).max
     return _scaled(x.to(torch.float32), amax, scale_of(amax, dtype)).clamp(-most, most).to(dtype)
 
 
 def _scaled(x: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
-    """Return ``x`` times ``scale`` (a scale or the inverse of one), which has the shape of ``amax``."""
+    """Return ``x`` times ``scale``, which has the shape of ``amax``: one number for ``x``, or one for each row, column
+    or block.
+    """
     if amax.ndim < 3:
         return x * scale
     dim = dim_of_blocks(x.shape, amax.shape)
@@ -63,13 +70,15 @@ def _scaled(x: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 
 
 def dim_of_blocks(x: Sequence[int], amax: Sequence[int]) -> int:
-    """Return the dim of a matrix of shape ``x`` that has blocks, whose maxima have shape ``amax``."""
+    """Return which dim of a matrix is divided into blocks, 0 or 1, given the shape ``x`` of the matrix and the shape
+    ``amax`` of the blocks' maxima.
+    """
     return int(amax[2] == 1 and amax[0] == x[0])
 
 
 def multiply(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product, in ``dtype``, of two float8 operands divided by their scales, which follow from their
-    maxima ``amax_a`` and ``amax_b``.
+    """Return the matrix product of two float8 operands, divided by their scales, in ``dtype``. The scales follow from
+    the maxima ``amax_a`` and ``amax_b`` (`scale_of`).
     """
     inverse_a, inverse_b = scale_of(amax_a, a.dtype).reciprocal(), scale_of(amax_b, b.dtype).reciprocal()
     blocks = amax_a.ndim == 3
@@ -89,8 +98,8 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _by_kernel(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product by torch's float8 kernel, times ``inverse_a`` and ``inverse_b``; pads and lays out the
-    operands as the kernel needs them.
+    """Return the product of ``a`` and ``b`` by torch's float8 kernel, times ``inverse_a`` and ``inverse_b`` (inverse
+    scales). The operands are padded and laid out as the kernel needs them.
     """
     (_, inner), (_, columns) = a.shape, b.shape
     more_inner, more_columns = -inner % UNIT, -columns % UNIT
@@ -124,12 +133,14 @@ WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Induct
 
 
 def data_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of ``node``; of a quantisation only the tensor, without the maximum that gives its scale."""
+    """Return the operands of ``node`` without the maximum that only gives a quantisation its scale."""
     return node.all_input_nodes[:1] if node.target is QUANTISE else node.all_input_nodes
 
 
 def is_scale(node: fx.Node) -> bool:
-    """Return whether ``node`` is only used as a scale, directly or behind views and maxima over ranks."""
+    """Return whether nothing reads ``node`` but as the scale of a float8 op, directly or after views and maxima over
+    ranks.
+    """
     return bool(node.users) and all(
         (user.target is QUANTISE and node is not user.args[0])
         or (user.target is MM and node not in user.args[:2])

@@ -1,4 +1,5 @@
-"""FLOPs of dense ops from the shapes of their arguments, by which layouts are chosen and step times predicted.
+"""Counts the floating-point operations (FLOPs) of dense ops from the shapes of their arguments. The choice of layouts
+and the prediction of step times use them.
 
 Dense ops are matrix products, attention, convolution and recurrent layers. Counts are those of torch's counter, which
 does not know all of them.
@@ -31,17 +32,21 @@ aten = torch.ops.aten
 
 
 def _steps(gates: Size, weight: Size) -> int:
-    """Return the operations of a recurrent layer's products, forward or backward; ``gates`` is [time, batch, gates]."""
+    """Return the FLOPs of a recurrent layer's products over all time steps, in forward or in backward. ``gates`` is
+    [time, batch, gates].
+    """
     return 2 * prod(gates[:2]) * prod(weight)
 
 
 def _attention(q: Size, k: Size, v: Size, *_: object) -> int:
-    """Return the operations of attention: scores and weighted sums. k and v may have fewer heads than q."""
+    """Return the FLOPs of attention: those of the scores and of the weighted sums. ``k`` and ``v`` may have fewer heads
+    than ``q``.
+    """
     return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
 def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: object) -> int:
-    """Return the operations of attention's backward: scores, then the gradients of weights, q, k and v."""
+    """Return the FLOPs of attention's backward: those of the scores and of the gradients of weights, q, k and v."""
     return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
@@ -49,7 +54,8 @@ def _flex(
     q: Size, k: Size, v: Size, captured: object, body: str, scale: float, keys: int, *_: object, rows: object = None,
     **__: object,
 ) -> int:  # fmt: skip
-    """Return the operations of attention, scaled by the share of scores that its mask function leaves.
+    """Return the FLOPs of flex_attention: those of attention, times the share of scores that the mask function leaves
+    visible.
 
     That share is known unless the mask depends on values. A rank's queries are taken to have that of all.
     """
@@ -60,13 +66,17 @@ def _flex_gradient(
     grad: Size, q: Size, k: Size, v: Size, out: object, sums: object, grad_sums: object, wanted: object,
     captured: object, body: str, scale: float, keys: int, *_: object, rows: object = None, **__: object,
 ) -> int:  # fmt: skip
-    """Return the operations of the backward of attention, scaled as in `_flex`."""
+    """Return the FLOPs of the backward of flex_attention: those of attention's backward, times the share of visible
+    scores.
+    """
     share = flex_ops.seen_share(body, q[2] if rows is None else keys, keys)
     return int(_attention_gradient(grad, q, k, v) * share)
 
 
 def _function(operands: list[Size], body: str, *_: object) -> int:
-    """Return the operations of a function over all steps of a scan, and over one step of a while loop."""
+    """Return the FLOPs of an op that runs functions (``cond``, ``scan``, ``while_loop``): of all steps of a scan, but
+    of a single step of a while loop.
+    """
     function = function_ops.function_of(body)
     carries, sequences = function.counts
     return function.flops * (operands[carries][0] if function.kind == "scan" and sequences else 1)
@@ -107,7 +117,9 @@ def is_dense(target: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_attention(target: object) -> bool:
-    """Return whether an op is an attention kernel, which reaches another fraction of peak FLOP/s than a product."""
+    """Return whether an op is an attention kernel. Its fraction of peak FLOP/s differs from that of a matrix
+    product.
+    """
     return is_dense(target) and "attention" in str(target)
 
 
@@ -130,14 +142,16 @@ def flops(
 
 
 def _tensors(x: Any) -> Any:
-    """Return ``x`` with a tensor without memory in place of each shape in it, also within tuples and lists."""
+    """Replace each shape in ``x`` (a shape, or nested tuples and lists of shapes) by a meta tensor of that shape."""
     if isinstance(x, Size):
         return torch.empty(x, device="meta")
     return type(x)(map(_tensors, x)) if isinstance(x, tuple | list) else x
 
 
 def of_function(kind: str, graphs: tuple[fx.Graph, ...]) -> int:
-    """Return the operations of a function with these ``graphs``, whose nodes have fake values; see `Function.flops`."""
+    """Return the FLOPs of a `Function` with these ``graphs``, whose nodes have fake values: of one step or, for "cond",
+    of the larger branch.
+    """
 
     def shape(x: fx.Node) -> Any:
         val = x.meta["val"]

@@ -1,4 +1,5 @@
-"""Ops that run functions: ``cond``, ``scan`` and ``while_loop`` as ops of a graph that name a `Function`.
+"""Ops that run functions: ``cond``, ``scan`` and ``while_loop`` as ops of a graph. Such an op refers to its functions
+by the name of a registered `Function`.
 
 A `Function` is the op's graphs, of aten ops on tensors, registered under a hash of its content. What it reads is an
 operand of the op. A graph in it may have such ops again.
@@ -26,8 +27,8 @@ NAMESPACE = "shardc_function"
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """The graphs that an op such as ``cond`` or ``scan`` runs, with the numbers by which its operands are split into
-    their arguments.
+    """The graphs that an op such as ``cond`` or ``scan`` runs. ``counts`` says how the op's operands are divided into
+    arguments of the graphs.
 
     Args:
         kind: name of the op, a key of `KINDS`.
@@ -53,7 +54,7 @@ class Function:
 
     @cached_property
     def calls(self) -> tuple[Callable[..., Sequence[Tensor]], ...]:
-        """Return the graphs as functions."""
+        """Return the graphs as Python functions."""
         return tuple(fx.GraphModule({}, graph).forward for graph in self.graphs)
 
     def to_json(self) -> dict[str, object]:
@@ -63,8 +64,8 @@ class Function:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Function:
-        """Make a function from the result of `to_json`; TextError for other data, or an op that is not
-        ``allowed(op)``.
+        """Make a `Function` from what `to_json` returned. TextError for any other data, or if it calls an op for which
+        ``allowed(op)`` is false.
         """
         try:
             graphs = tuple(graph_from_json(graph, allowed) for graph in data["graphs"])
@@ -85,26 +86,32 @@ _functions: dict[str, Function] = {}
 
 
 def named(graph: fx.Graph) -> None:
-    """Renames the nodes of ``graph``, in place, by names that do not depend on where the function is called."""
+    """Renames the nodes of ``graph`` in place to ``v0``, ``v1`` and so on. Equal functions then have equal graphs,
+    wherever they are called.
+    """
     for at, node in enumerate(graph.nodes):
         node._rename(f"v{at}") if node.op != "output" else None
         node.target = node.name if node.op == "placeholder" else node.target
 
 
 def register(function: Function) -> Function:
-    """Register ``function`` by its name, unless it is registered; return the registered one."""
+    """Register ``function`` under its name and return it. If an equal function has that name already, return that
+    one.
+    """
     return _functions.setdefault(function.name, function)
 
 
 def function_of(name: str) -> Function:
-    """Return the registered function ``name``; RuleError if this process has not captured or loaded it."""
+    """Return the `Function` registered under ``name``. RuleError if this process has neither captured nor loaded it."""
     if name not in _functions:
         raise RuleError(f"no function is known by the name {name!r}", fix="capture, or load, the model that has it")
     return _functions[name]
 
 
 def functions_in(*graphs: fx.Graph) -> Iterator[str]:
-    """Yield the names of the functions that ops in ``graphs`` run, those within functions first."""
+    """Yield the names of the functions that ops in ``graphs`` run. Functions that another function runs are yielded
+    before that one.
+    """
     for node in chain.from_iterable(graph.nodes for graph in graphs):
         for argument in node.args:
             if isinstance(argument, str) and argument in _functions:
@@ -116,7 +123,7 @@ def functions_in(*graphs: fx.Graph) -> Iterator[str]:
 
 
 def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
-    """Run one of two branches, by the first operand; return its results."""
+    """Run one of two branches on the operands, chosen by the first operand (the predicate); return its results."""
     predicate, *rest = operands
     true, false = function_of(body).calls
     chosen = true if is_fake(predicate) or predicate else false
@@ -124,7 +131,7 @@ def _cond(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tensor | None = None) -> list[Tensor]:
-    """Return the carries after the last step, then the results of all steps, stacked along dim 0.
+    """Run a scan. Return a list: the carries after the last step, then the results of all steps, stacked along dim 0.
 
     Args:
         reverse: whether the last slices come first.
@@ -152,7 +159,9 @@ def _scan(operands: list[Tensor], body: str, reverse: bool = False, steps: Tenso
 
 
 def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
-    """Run the steps of a loop while its predicate is true; return the carries. Fake tensors: no step."""
+    """Run the steps of a while loop as long as its predicate is true; return the last carries. On fake tensors no step
+    is run.
+    """
     function = function_of(body)
     (condition, step), (carries, _) = function.calls, function.counts
     carried, rest = operands[:carries], operands[carries:]
@@ -164,12 +173,14 @@ def _while_loop(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _predicate(result: Any) -> bool:
-    """Return the value of a predicate, a tensor or a sequence with one."""
+    """Return the bool that a predicate's result holds: a tensor, or a sequence with one tensor."""
     return bool(result[0] if isinstance(result, (tuple, list)) else result)
 
 
 def _unaliased(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``results``, contiguous; copies of those that share memory with operands or with each other."""
+    """Return ``results``, each contiguous and in memory that it shares with no operand and no other result (copied if
+    needed).
+    """
     memory = {x.untyped_storage()._cdata for x in operands}
     out: list[Tensor] = []
     for x in results:
@@ -180,8 +191,8 @@ def _unaliased(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Te
 
 
 def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
-    """Run a loop, then its gradient step by step in reverse; return gradients of its carries, then of its other
-    operands.
+    """Run a while loop forward, then the gradients of its steps in reverse order. Return the gradients of its first
+    carries, then those of its other operands.
     """
     function = function_of(body)
     (condition, step, gradient), (count, carries) = function.calls, function.counts
@@ -197,8 +208,8 @@ def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Raise InputError in place of the gradient of a while_loop that contains a loop or branch, or that is inside of
-    one.
+    """Stands in a graph for the gradient of a while_loop that cannot be computed: one that contains a loop or branch,
+    or is inside of one. Raises InputError when it runs.
 
     On fake tensors it returns tensors like ``like``, so that the backward can be traced.
     """

@@ -1,4 +1,4 @@
-"""Functional forms of custom ops that write to their arguments.
+"""Functional forms of custom ops that write to their arguments: ops that return the new values instead of writing them.
 
 ``mylib::scale_(Tensor(a!) x, float by) -> ()`` becomes ``shardc_functional::scale_.mylib(Tensor x, float by) ->
 Tensor``, which runs the op on a copy of each argument that it writes to. Its results are those of the op that are no
@@ -34,7 +34,9 @@ def written_names(op: OpOverload[..., Any]) -> list[str]:
 
 @cache
 def functional(op: OpOverload[..., Any]) -> OpOverload[..., Any]:
-    """Return the functional form of ``op``, an overload that writes to arguments; define it at the first call."""
+    """Return the functional form of ``op``, a custom op that writes to arguments. The form is defined as an op at the
+    first call.
+    """
     schema, written = op._schema, written_names(op)
     plain = all(str(a.type) == "Tensor" for a in schema.arguments if a.name in written)
     new = [result.alias_info is None for result in schema.returns]
@@ -64,12 +66,12 @@ def functional(op: OpOverload[..., Any]) -> OpOverload[..., Any]:
 
 
 def written_op(target: object) -> OpOverload[..., Any] | None:
-    """Return the op that writes to its arguments whose functional form is ``target``; None for another ``target``."""
+    """Return the custom op whose functional form is ``target``; None if ``target`` is no functional form."""
     return _written_ops.get(target)
 
 
 def define_in(text: str) -> None:
-    """Define the functional forms that ``text``, a graph, names, of ops that this process has."""
+    """Define the functional forms that are named in ``text``, a graph as text, if this process has their custom ops."""
     for packet, where in set(_IN_TEXT.findall(text)):
         namespace, _, overload = where.partition("__")
         op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
@@ -78,12 +80,12 @@ def define_in(text: str) -> None:
 
 
 def _tensors(value: Any) -> Sequence[Tensor]:
-    """Return the tensors of an argument: itself, the items of a list, or none."""
+    """Return the tensors in the value of an argument: the value itself, the items of a list, or none."""
     return [value] if isinstance(value, Tensor) else [x for x in value or () if x is not None]
 
 
 def _copied(value: Any) -> Any:
-    """Return ``value``, a tensor, a list of tensors or None, with a copy of each tensor."""
+    """Return a copy of the value of an argument (a tensor, a list of tensors or None), with each tensor cloned."""
     if isinstance(value, (list, tuple)):
         return [_copied(x) for x in value]
     return None if value is None else value.clone()

@@ -1,4 +1,5 @@
-"""Grouped matrix products: rewrites the function of one expert for the sorted rows of all experts at once.
+"""Rewrites the function of one expert so that it computes the rows of all experts at once, sorted by expert, by grouped
+matrix products.
 
 A function of products with the expert's weights and of row-wise ops becomes a few kernels for all experts, whatever the
 routing, without a synchronization of host and device.
@@ -31,8 +32,8 @@ def suits(x: Tensor, params: list[Tensor]) -> bool:
 
 
 def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
-    """Rewrite ``graph`` of a `Body` for the rows of all experts at once; return it as a function, or None if that is
-    not possible.
+    """Rewrite ``graph``, of a `Body` (the function of one expert), to compute the rows of all experts at once. Return
+    it as a function, or None if that is not possible.
 
     Args:
         experts_from: index of the first result with a dim of experts; earlier results have one of rows.
@@ -71,7 +72,8 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
-    """Return the kind of dim 0 of the result: "rows", "experts", "shared" (neither) or "transposed" (rows in dim 1).
+    """Return what dim 0 of the result of ``node`` is, given that of its operands (``kinds``): "rows", "experts" or
+    "shared" (neither). For "transposed", the rows are dim 1.
 
     None if the op mixes rows and is no product that a grouped one can replace.
     """

@@ -1,4 +1,5 @@
-"""``shardc_order::after(x, done)``: a copy of ``x``, made when all of ``done`` have been computed.
+"""The op ``shardc_order::after(x, done)``, which orders computations: it returns a copy of ``x``, made when all of
+``done`` have been computed.
 
 It orders computations that no value orders. What reads the copy runs after what computes ``done``, in the schedule and
 in Inductor, which would fuse them otherwise.

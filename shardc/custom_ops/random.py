@@ -34,7 +34,7 @@ _library.define(
 
 
 def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random numbers in ``[0, 1)`` of shape ``size``.
+    """Return uniform random numbers in ``[0, 1)`` of shape ``size``, the same on every mesh.
 
     Args:
         key: key of the step, int64 [1].
@@ -47,7 +47,8 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 
 def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int, dtype: torch.dtype) -> T:
-    """Return the random numbers in ``[0, 1)`` at flat indices ``index`` of a tensor of ``numel`` elements.
+    """Compute some elements of a random tensor of ``numel`` elements: return the numbers in ``[0, 1)`` at its flat
+    indices ``index``.
 
     Args:
         call: runs an op, or inserts it in a graph.
@@ -67,7 +68,9 @@ def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int
 
 
 def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
-    """Return 32 random bits for each flat index in ``index``, as int64 below 2 ** 32; ``lane`` selects the hash."""
+    """Return 32 random bits for each flat index in ``index``, as an int64 below 2 ** 32. Another ``lane`` (a number)
+    gives other, independent bits.
+    """
     low = call(aten.bitwise_and.Scalar, key, WORD)
     high = call(aten.bitwise_and.Scalar, call(aten.bitwise_right_shift.Tensor_Scalar, key, 32), WORD)
     seed = _mix(call, call(aten.bitwise_xor.Scalar, low, _hash(lane)))
@@ -81,7 +84,9 @@ def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
 
 
 def _mix(call: Callable[..., T], x: T) -> T:
-    """Return the hash of each 32-bit word in ``x``, a bijection; multipliers have 31 bits, so products fit in int64."""
+    """Return a hash of each 32-bit word in ``x``, which maps different words to different hashes. Multipliers have 31
+    bits, so that products fit in int64.
+    """
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, shift))
         x = call(aten.bitwise_and.Scalar, call(aten.mul.Tensor, x, factor), WORD)
@@ -89,7 +94,7 @@ def _mix(call: Callable[..., T], x: T) -> T:
 
 
 def _hash(number: int) -> int:
-    """Return a 32-bit hash of ``number``, a Python integer, so that streams start far apart."""
+    """Return a 32-bit hash of the integer ``number``. Hashes of neighbouring numbers are far apart."""
     x = (number * 0x9E3779B1) & WORD
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x ^= x >> shift
@@ -98,7 +103,7 @@ def _hash(number: int) -> int:
 
 
 def draw_key(*, device: torch.device | str = "cpu") -> Tensor:
-    """Return a key for a step, int64 [1], drawn from torch's CPU generator; all ranks use the key of rank 0."""
+    """Draw the key of a step, int64 [1], from torch's CPU generator. (All ranks then use the key of rank 0.)"""
     return torch.randint(2**63 - 1, (1,)).to(device)
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: one op for all time steps, so that graphs do not grow with their number.
+"""Ops of recurrent layers (RNN, GRU, LSTM). One op runs all time steps, so that graphs do not grow with their number.
 
 The products of the inputs (``gates``) are computed before the op; a step adds ``state @ weight.t()`` to them. The gates
 of a GRU are reset, update, new of the input and new of the state, so that every gate is a sum; those of an LSTM are
@@ -20,7 +20,8 @@ _library.define(
 
 
 def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Tensor, Tensor]:
-    """Return (state after each step, [time, batch, features]; activations for backward, [time, batch, gates]).
+    """Run all time steps of a recurrent layer. Return (state after each step [time, batch, features], activations for
+    backward [time, batch, gates]).
 
     Args:
         gates: products of the inputs, [time, batch, gates].
@@ -54,7 +55,9 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
 def _steps_backward(
     grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    """Return (gradient of the gates, gradient of the first state), given ``grad``, that of the states."""
+    """Return (gradient of the gates, gradient of the first state) of `_steps`, given ``grad``, the gradient of its
+    states.
+    """
     size = weight.shape[1]
     grads, d = torch.empty_like(activations), torch.zeros_like(state)
     for at in reversed(range(len(activations))):

@@ -1,4 +1,5 @@
-"""Regions with their own communication: `local_map`, and the differentiable collectives of `shardc.local`.
+"""Functions that communicate by themselves (regions): `local_map`, and the differentiable collectives of
+`shardc.local`.
 
 A region is a function of one rank's tensors, with the layouts of its arguments and results. From capture on it is one
 opaque op at global shapes; `shardc.passes` gives it its layouts and replaces it by its ops on one rank. Outside of a
@@ -28,7 +29,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """A mesh, and this rank's index along each axis (an int64 [1] tensor by axis name), for a region's function."""
+    """What the function of a region needs to know of the ranks: the mesh, and this rank's index along each axis (axis
+    -> int64 [1]).
+    """
 
     mesh: Mesh
     indices: dict[str, Tensor]
@@ -38,13 +41,15 @@ _ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 def ranks() -> Ranks | None:
-    """Return the `Ranks` of the region being traced; None outside of one, where every axis has one rank."""
+    """Return the mesh and this rank's indices (`Ranks`) in the region being traced. None outside of a region, where
+    every axis has one rank.
+    """
     return _ranks.get()
 
 
 @contextmanager
 def on_ranks(which: Ranks) -> Iterator[None]:
-    """Context manager in which a region's function is traced: `ranks` returns ``which``."""
+    """Context manager in which `ranks` returns ``which``. A region's function is traced in it."""
     token = _ranks.set(which)
     try:
         yield
@@ -54,7 +59,8 @@ def on_ranks(which: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A function with the layouts of its arguments and results, as `local_map` returns it; callable on global tensors.
+    """What `local_map` returns: a function with the layouts of its arguments and results. It can be called on global
+    tensors.
 
     Args:
         function: the function.
@@ -90,13 +96,17 @@ class Region:
         return tuple(results) if self.many else results[0]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the function's results as a list, contiguous; a result that is an argument is cloned."""
+        """Call the function; return its results as a list of contiguous tensors. A result that is an argument is
+        cloned.
+        """
         results = self.function(*tensors)
         argument_ids = {id(x) for x in tensors}
         return [x.clone() if id(x) in argument_ids else x.contiguous() for x in (results if self.many else (results,))]
 
     def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of each floating-point tensor of ``tensors``; ``tangents`` are the results' gradients."""
+        """Return the gradients of the floating-point tensors in ``tensors``, the function's arguments. ``tangents`` are
+        the gradients of its results.
+        """
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             inputs = [x for x in leaves if x.requires_grad]
@@ -117,7 +127,8 @@ def region(number: int) -> Region:
 
 
 def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Callable[..., Any]:
-    """Wrap ``function``, which runs on each rank's shards and communicates by itself, for use in a model.
+    """Wrap ``function``, which runs on each rank's shards and communicates by itself, so that a model can call it on
+    global tensors.
 
     ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh
     these are this rank's shards, and it communicates through `shardc.local`. Its gradient is derived: if an argument is
@@ -172,7 +183,9 @@ def _call(tensors: list[Tensor], number: int) -> list[Tensor]:
 
 
 def _gradient(tensors: list[Tensor], tangents: list[Tensor], number: int) -> list[Tensor]:
-    """Return the gradient of each floating-point tensor of a region's arguments (`Region.gradients`)."""
+    """Return a tensor of the right shape for the gradient of each floating-point argument of a region. Passes replace
+    this op before a graph runs (by `Region.gradients`).
+    """
     return [torch.empty_like(x) for x in tensors if x.is_floating_point()]
 
 
@@ -229,7 +242,7 @@ def all_reduce(x: Tensor, axis: str) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """Return ``x`` of all ranks along ``axis``, concatenated along ``dim``."""
+    """Gather the tensors ``x`` of all ranks along ``axis``; return them concatenated along ``dim``."""
     return x if size(axis) == 1 else _apply(_gather, _scatter, x.movedim(dim, 0), axis).movedim(0, dim)
 
 
@@ -251,15 +264,15 @@ Collective = Callable[[Tensor, int, str], Tensor]
 
 
 def _apply(forward_op: Collective, backward_op: Collective, x: Tensor, axis: str) -> Tensor:
-    """Run ``forward_op``, a collective, along ``axis`` on ``x``; the gradient of its result is the collective
-    ``backward_op``.
+    """Run the collective ``forward_op`` on ``x`` over the ranks along ``axis``, and return its result. In backward, the
+    collective ``backward_op`` is run on the gradient.
     """
     apply: Callable[..., Tensor] = _Differentiable.apply
     return apply(x.contiguous(), forward_op, backward_op, size(axis), group_name([axis]))
 
 
 def _wait(started: Tensor) -> Tensor:
-    """Wait for the result of the collective that returned ``started``, and return it."""
+    """Wait for a collective, given the result ``started`` that its op returned; return the finished result."""
     done: Tensor = _ops.wait_tensor.default(started)
     return done
 
@@ -280,13 +293,15 @@ def _scatter(x: Tensor, n: int, group: str) -> Tensor:
 
 
 def _all_to_all(x: Tensor, n: int, group: str) -> Tensor:
-    """Send chunk r of ``x`` along dim 0 to rank r; return the received chunks, concatenated."""
+    """Send chunk r of ``x`` along dim 0 to rank r of ``group``, for its ``n`` ranks. Wait, and return the received
+    chunks concatenated.
+    """
     sizes = [x.shape[0] // n] * n
     return _wait(_ops.all_to_all_single.default(x, sizes, sizes, group))
 
 
 class _Differentiable(torch.autograd.Function):
-    """Autograd function of a collective, whose gradient is another collective."""
+    """Autograd function that runs a collective in forward, and another collective on the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_op: Collective, backward_op: Collective, n: int, group: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""Ops whose result at a position reads a few neighbours of that position, along a dim that keeps its size.
+"""Ops on a sequence whose result at a position reads a few neighbours of that position. The dim of the sequence keeps
+its size.
 
 They are what shifts and convolutions of a sequence are in a graph (pass `Windows`), so that ranks which each have a
 piece of the sequence need only the edges of their neighbours' pieces. Outside of the dim everything is zero.
@@ -21,7 +22,8 @@ _library.define(
 
 
 def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
-    """Return ``x`` moved ``by`` elements towards the end of ``dim`` (towards its begin if ``by`` is negative).
+    """Return ``x`` with its elements moved ``by`` places towards the end of ``dim`` (towards its beginning if ``by`` is
+    negative).
 
     Args:
         fill: the elements that come in, as many along ``dim``; None for zeros.
@@ -35,19 +37,22 @@ def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
 
 
 def _edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
-    """Return elements ``begin`` to ``end`` of ``x`` along ``dim``: so few that it is best to send them to all ranks
-    that need some.
+    """Return a copy of elements ``begin`` to ``end`` of ``x`` along ``dim``. They are so few that they are best sent to
+    all ranks that need some of them.
     """
     return aten.slice.Tensor(x, dim, begin, end).clone()
 
 
 def _cumsum(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Return, for each element, the sum up to it along ``dim``, or from it to the end if ``reverse``."""
+    """Return cumulative sums of ``x`` along ``dim``: at each element the sum up to it or, if ``reverse``, from it to
+    the end.
+    """
     return x.flip([dim]).cumsum(dim).flip([dim]) if reverse else x.cumsum(dim)
 
 
 def _convolve(x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int) -> Tensor:
-    """Return the convolution of ``x`` with ``weight`` over the last dim, which keeps its number of elements.
+    """Return the convolution of ``x`` with ``weight`` over the last dim. The result has as many elements in that dim as
+    ``x``.
 
     Args:
         x: [rows, channels in, elements].
@@ -61,7 +66,7 @@ def _convolve(x: Tensor, weight: Tensor, before: int, after: int, dilation: int,
 def _convolve_weight(
     grad: Tensor, x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int
 ) -> Tensor:
-    """Return the gradient of the weight of `_convolve`, of whose result ``grad`` is the gradient."""
+    """Return the gradient of ``weight`` in `_convolve`, given ``grad``, the gradient of its result."""
     x = aten.constant_pad_nd.default(x, [before, after], 0)
     geometry = ([1], [0], [dilation], False, [0], groups)
     return aten.convolution_backward.default(grad, x, weight, None, *geometry, [False, True, False])[1]
