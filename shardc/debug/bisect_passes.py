@@ -89,7 +89,8 @@ def bisect(
     stages: Sequence[str] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verdict:
-    """Run the graph of each stage on real numbers, and compare outputs and gradients with those of one device.
+    """Run the graph of each stage on real numbers, and compare outputs and gradients with those of one device. Return
+    the first wrong stage and node, if any, as a `Verdict`.
 
     Args:
         program: compiled from ``model`` on an abstract mesh; with ``Options(verify=False)`` if the compiler's verifier
@@ -121,7 +122,9 @@ def bisect(
 def _one_device(
     model: nn.Module, args: Sequence[PyTree], loss: Callable[..., Any] | None, program: Program
 ) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
-    """Run the model on one device; return (inputs and tangents, expected outputs and gradients), both by key."""
+    """Run the model on one device. Return two dicts by key: what a graph is fed (parameters, inputs, tangents), and
+    the outputs and gradients that it should compute.
+    """
     model = copy.deepcopy(model)
     params = dict(model.named_parameters())
     missing = next((name for name, x in [*params.items(), *model.named_buffers()] if x.is_meta), None)

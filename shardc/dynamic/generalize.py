@@ -86,8 +86,8 @@ class Fit:
 
 
 def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[Fraction, Fraction] | None:
-    """Return the (a, b) for which ``a m + b n`` has the ``values`` at the first two points; None if they are not
-    unique.
+    """Return (a, b) such that ``a * m + b * n`` equals ``values`` at the first two points. None if there is not
+    exactly one solution.
     """
     determinant = m[0] * n[1] - m[1] * n[0]
     if not determinant:

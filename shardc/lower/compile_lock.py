@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
-    """Return graph -> result of ``make(graph, kind)``, which compiles it; ranks of this machine share the work.
+    """Compile each graph by ``make(graph, kind)``, and return graph -> result. Ranks of this machine share the work.
 
     Each rank begins with another graph and defers those that another process is compiling or has compiled. At the end
     it loads these from Inductor's cache. Graphs that the cache cannot hold are compiled by every rank.

@@ -345,8 +345,8 @@ class Border:
 
 
 def read_only(x: Tensor, output: Returned, index: int, others: set[int], source: Tensor | None) -> ReadOnly:
-    """Wraps output ``x`` so that writes to it raise. One device would write another tensor with it, whose memory
-    ``x`` does not share here.
+    """Wraps output ``x`` so that writes to it raise. On one device a write would also change another tensor in the
+    same memory; here ``x`` is a copy.
 
     Args:
         output: how it aliases on one device.

@@ -167,8 +167,9 @@ class Comparisons:
         return heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
-        """Ends the comparison of event ``number``, at which this rank waits, with the verdict `BEFORE`, which means
-        that an earlier event differs. A verdict that is already there stays. Returns whether the verdict is `BEFORE`.
+        """Ends the comparison of event ``number``, at which this rank waits, with the verdict `BEFORE`: ranks
+        differed, or one failed, before this event. A verdict that is already there stays. Returns whether the verdict
+        is `BEFORE`.
         """
         return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
 

@@ -81,5 +81,5 @@ def _is_record(leaf: object) -> bool:
 
 
 def _names(leaf: Any) -> list[str]:
-    """Returns the names of the fields of a dataclass that have values."""
+    """Returns the names of those fields of the dataclass instance ``leaf`` that are set."""
     return [field.name for field in fields(leaf) if hasattr(leaf, field.name)]

@@ -1,4 +1,4 @@
-"""DTensor parameters and gradients of compiled modules: ops and methods with the results of one device, and pickling.
+"""Ops and methods of DTensor parameters and gradients of compiled modules, with the results of one device; pickling.
 
 DTensor gets some of these wrong or refuses them: reading a partial sum gives a rank's own term, the mean of uneven
 shards is not the mean, writes to a gathered view are lost, and plain tensors cannot be mixed in. `install` adds a rule
@@ -450,7 +450,7 @@ def _is_traced(args: PyTree) -> bool:
 
 
 def _one_sum(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, PyTree]) -> bool:
-    """Whether ``op`` (one of `_PENDING`) is right on pending terms as they are, without reducing them first."""
+    """Whether ``op`` (one of `_PENDING`) may run on pending terms as they are, giving pending terms of its result."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
     if op is aten.add.Tensor and (kwargs or len(specs) < 2):

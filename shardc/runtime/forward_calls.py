@@ -1,4 +1,5 @@
-"""Wrappers of the compiled forward (`Forward`), and calls beside it, which raise.
+"""Wraps the compiled forward for users who replace ``module.forward`` (`Forward`). Calls that bypass the compiled
+forward, as of submodules, raise.
 
 Users may wrap it, as in ``module.forward = wrap(module.forward)``. Code that would treat shards as
 parameters raises: direct calls of submodules, and wrappers such as DDP and FSDP.

@@ -184,7 +184,9 @@ def summon_full_params(
 
 
 def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int) -> None:
-    """Sets the gradient of ``param`` to this rank's shard of the unsharded gradient ``value``, or to None."""
+    """Sets the gradient of ``param`` to this rank's shard of ``value``, an unsharded gradient. Clears the gradient if
+    ``value`` is None.
+    """
     if value is None:
         param.grad = None
         return

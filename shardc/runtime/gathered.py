@@ -141,7 +141,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 
 def box_indices(tensor: DTensor) -> list[torch.Tensor]:
-    """Returns, per dim, the global indices of this rank's shard, an int64 tensor: placements split ``range(size)``."""
+    """Returns, for each dim of ``tensor``, the global indices that this rank's shard has, as an int64 tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     return indices_at(tensor.shape, tensor.placements, tuple(tensor.device_mesh.shape), coordinate)
@@ -150,7 +150,8 @@ def box_indices(tensor: DTensor) -> list[torch.Tensor]:
 def indices_at(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Returns, per dim, the global indices of the shard of one rank, as `box_indices` does for this rank.
+    """Returns, for each dim of a tensor of ``shape``, the global indices that one rank's shard has, as `box_indices`
+    does for this rank. The rank is at ``coordinate`` of a mesh of ``sizes``.
 
     Args:
         shape, placements: of the tensor.

@@ -89,7 +89,9 @@ def clip_grad_norm_(
 
 
 def local_grad(name: str, param: nn.Parameter) -> Tensor:
-    """Returns this rank's shard of the gradient of ``param``; raises LayoutError if it has other placements."""
+    """Returns this rank's shard of the gradient of ``param``. Raises LayoutError unless the gradient has the
+    parameter's placements.
+    """
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements != param.placements:
         raise LayoutError(

@@ -249,7 +249,7 @@ _CHANGING = ("params", "lr", "initial_lr")
 
 
 def _rate(value: float | Tensor, device: torch.device) -> Tensor:
-    """Returns a learning rate in memory of its own on ``device``, as torch's kernels take it."""
+    """Copies the learning rate ``value`` to a new float32 tensor on ``device``. A recorded step reads it from there."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float32, copy=True).reshape(())
     return torch.tensor(value, dtype=torch.float32, device=device)

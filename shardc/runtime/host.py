@@ -39,7 +39,7 @@ _OBJECTS = 20_000  # new objects per collection, instead of Python's 700
 
 @cache
 def keep_heap() -> None:
-    """Makes glibc keep the memory that a step frees, so that the next one takes no page faults (thousands a step).
+    """Makes glibc keep the memory that a step frees, so that the next step takes no page faults (thousands a step).
 
     Glibc gives the heap's top back to the system when more than a threshold is free, M_TRIM_THRESHOLD, and takes blocks
     above another, M_MMAP_THRESHOLD, from the system each time. Freeing a block raises the second to its size, up to

@@ -112,7 +112,8 @@ class LostRanks:
         self._calls = False  # whether this rank calls the roll
 
     def give_up(self, store: BoundedStore, ranks: Sequence[int], call: Callable[[dist.Store], None]) -> None:
-        """Publishes that this rank gave up waiting for ``ranks``. From now on the store has to answer soon.
+        """Publishes that this rank gave up waiting for ``ranks``. From now on, each request to the store is given up
+        after a few seconds.
 
         Args:
             call: called if this is the first rank to give up; sends the message to answer to all listener threads.

@@ -96,6 +96,6 @@ def _shown(leaf: Any) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    """Return as text the first of ``texts``, and how many it leaves out."""
+    """Join the first few of ``texts`` to one text. It ends with the number of texts that are left out."""
     more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more

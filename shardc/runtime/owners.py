@@ -45,7 +45,9 @@ def update_cost(shape: Sequence[int]) -> int:
 
 
 def split_dims(param: DTensor) -> list[int]:
-    """Returns the mesh dims of several ranks over which ``param`` is split, or along which one coordinate owns it."""
+    """Returns the mesh dims along which ``param`` is split, or lies on one coordinate only. Mesh dims of one rank are
+    left out.
+    """
     return [
         dim for dim, placement in enumerate(param.placements)
         if not placement.is_replicate() and param.device_mesh.size(dim) > 1

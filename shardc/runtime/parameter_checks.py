@@ -293,7 +293,9 @@ class ParamStore:
 
     @cached_property
     def contracts(self) -> dict[str, ParamContract]:
-        """Maps each name of each parameter to its `ParamContract`."""
+        """Maps each parameter name to the properties (`ParamContract`) that the parameter must keep. A tied parameter
+        has several names.
+        """
         assert self.spec.param_mesh is not None
         return contracts(self.spec.template, self.spec.stored, Mesh.of(self.spec.param_mesh))
 

@@ -67,7 +67,7 @@ class Shard:
         return self.fuses and local.dtype == self.dtype
 
     def _set_grad(self, grad: Tensor) -> None:
-        """Sets the gradient of the plain parameter, which may have another dtype."""
+        """Sets the gradient of the plain parameter to ``grad``, whose dtype may differ from the parameter's."""
         if grad.dtype != self.dtype:
             self.data.grad_dtype = grad.dtype
         self.data.grad = grad

@@ -156,8 +156,8 @@ class ProgramCache:
         return snapshot
 
     def _watch(self) -> None:
-        """Builds new `IdentityGuards`, which detect cheaply that nothing changed in the objects that captures have
-        read, over all programs.
+        """Rebuilds the `IdentityGuards`, the quick checks by identity of all objects that captures of this cache's
+        programs have read.
         """
         reads = (guards.reads for guards in self._guards())
         self._identities = IdentityGuards(reads, self.params.view, self.build.loss)

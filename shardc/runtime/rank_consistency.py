@@ -140,7 +140,8 @@ class RankConsistency:
             raise
 
     def exchange(self, event: Event, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Publishes ``text`` at ``event``; maps each of ``ranks`` (indices on the mesh) to the text it published there.
+        """Publishes ``text`` at ``event``, and waits for the texts that other ranks publish there. Returns index on
+        the mesh -> text, for each of ``ranks``.
 
         Raises:
             MeshError: as `enter`.
@@ -500,7 +501,7 @@ class RankConsistency:
             self._end_waits()
 
     def _end_waits(self) -> None:
-        """Makes the collective in which this rank waits raise."""
+        """Aborts the collective in which this rank waits. The wait then raises an error."""
         if (interrupt := self._interrupt()) is not None:  # a running mesh is alive
             interrupt()
 

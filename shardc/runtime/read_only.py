@@ -54,7 +54,7 @@ class Shared:
     constant: bool = False
 
     def note(self) -> None:
-        """Records the current version of the source, for `check`."""
+        """Records the version counter that the tensor described by this object has now, for `check`."""
         self.version = self._version()
 
     def check(self) -> None:
@@ -69,7 +69,9 @@ class Shared:
             )
 
     def _version(self) -> int | None:
-        """Returns the value of the source's version counter; None if there is no source, or it has no counter."""
+        """Returns the version counter of the tensor described by this object. None if that is another output, or has
+        no counter.
+        """
         x = self.source() if self.source is not None else None
         if x is None or x.is_inference():
             return None

@@ -119,8 +119,8 @@ class Passed(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, layout: Layout, rows: tuple[str, ...] = ()) -> Passed:
-        """Describes input ``x`` of ``layout`` by how ranks pass it. ``rows`` are axes along which ranks may pass
-        different numbers of rows.
+        """Describes the input ``x``, which has ``layout``: along which axes ranks pass different shards. ``rows`` are
+        axes along which they may pass different numbers of rows.
         """
         if isinstance(x, DTensor):
             placed = zip(layout.mesh.axes, x.placements, strict=True)
@@ -230,7 +230,7 @@ def _equal_or_unknown(left: int | None, right: int | None) -> bool:
 
 
 def _first(split: tuple[str, ...], groups: Groups) -> int:
-    """Returns the first mesh rank that has the same shard as this rank, of a tensor split over axes ``split``."""
+    """Returns the lowest mesh rank that has the same shard as this rank, for a tensor split over the axes ``split``."""
     mine = flat_index(groups.mesh, split, groups.rank)
     return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == mine)
 

@@ -72,7 +72,9 @@ def is_limited(graph: fx.Graph) -> bool:
 
 
 def _captured(x: Tensor) -> bool:
-    """Returns whether a CUDA graph is being captured on the device of ``x``: its replays would record nothing."""
+    """Returns whether a CUDA graph is being captured on the device of ``x``. Nothing is recorded then, since repeats
+    of the CUDA graph would not record.
+    """
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -305,8 +305,8 @@ class Runner:
         return half.stage is None or self.program.order(True).rank_of[half.stage] == self.groups.stage
 
     def _compile(self, together: Sequence[Half], certificate: Callable[[], Certificate]) -> None:
-        """Checks that all ranks have the same graphs and the same list of collectives (``certificate``). Then lowers
-        those of the graphs ``together`` that this rank runs.
+        """Checks that all ranks have the same graphs (``together``) and the same list of collectives
+        (``certificate``). Then lowers those graphs that this rank runs.
         """
         keep_heap()
         with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
@@ -422,8 +422,8 @@ class Runner:
         return argument
 
     def local(self, takes: Iterable[Port], feed: Sequence[Any]) -> list[object]:
-        """Converts ``feed``, the result of `feed`, to the arguments that graphs take: padded local tensors of
-        parameters, contiguous buffers.
+        """Converts values that the method `feed` has returned to the arguments that graphs take: padded local tensors
+        of parameters, contiguous buffers.
         """
         return [
             padded_local(x, self.spec.storages[port.role.name])

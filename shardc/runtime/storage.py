@@ -48,7 +48,8 @@ class GradHooks(OrderedDict[int, Hook]):
 
 
 def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence[int]:
-    """Returns the indices along ``dim`` of a tensor of ``shape`` that ``rank`` stores: ascending, without padding.
+    """Returns which indices along ``dim`` of a tensor of global ``shape`` the shard of ``rank`` has: ascending,
+    without padding.
 
     They are a `range` if contiguous.
     """

@@ -1,4 +1,6 @@
-"""Batches with different numbers of rows per rank, gathered into global inputs; inputs that hold row indices."""
+"""Converts inputs of ranks to global inputs: batches with different numbers of rows on each rank are gathered, and
+row numbers made global.
+"""
 
 from __future__ import annotations
 

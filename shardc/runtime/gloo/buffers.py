@@ -215,7 +215,8 @@ def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> 
 
 
 def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Returns (alias of the contiguous ``tensor``, function that releases the tensor's memory).
+    """Lends memory to threads that may keep a tensor too long. Returns (alias of the contiguous ``tensor``, function
+    that takes the memory back from the alias).
 
     After the release, the alias no longer keeps the memory alive. For threads, such as those of gloo's collectives,
     that keep a tensor for a while after they are done.

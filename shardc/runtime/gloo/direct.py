@@ -226,7 +226,8 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
 def _start_reduction(
     group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
-    """Starts a reduction over ranks in which rank r gets the reduced row r of ``terms``, [ranks, elements] each.
+    """Starts a reduction over ranks: rank r gets row r of each tensor in ``terms``, reduced over all ranks. The
+    tensors have the shape [ranks, elements].
 
     Args:
         shapes: shapes of the results.

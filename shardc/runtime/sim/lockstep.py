@@ -67,7 +67,7 @@ class Lockstep:
         return PerRank([self._key] * self.mesh.ranks)
 
     def shape(self, x: PerRank) -> tuple[int, ...]:
-        """Returns the local shape of ``x``, that of every rank."""
+        """Returns the shape of a rank's tensor in ``x``, which is the same on every rank."""
         return tuple(x[0].shape)
 
     def once(self, key: object, make: Callable[[], T]) -> T:

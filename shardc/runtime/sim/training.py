@@ -72,7 +72,9 @@ class Simulation:
         self._changes: list[tuple[int, Tensor, int]] = []  # versions of outputs that a backward reads
 
     def __call__(self, *args: PyTree, grad: bool = True, **kwargs: PyTree) -> PyTree:
-        """Returns the global outputs for global inputs; `backward` may follow if ``grad``."""
+        """Runs the model on global inputs, and returns global outputs. A `backward` may follow if the call has
+        ``grad=True``.
+        """
         if self.state.around is not None:
             raise InputError(
                 "the module's forward was wrapped after compile, and a simulation runs programs alone",
