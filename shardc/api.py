@@ -261,7 +261,7 @@ def _spec(
 
 
 def _sync(build: Build, spec: ShardingSpec) -> Sync:
-    """Return the `Sync` of a module, with the settings of the plan: which gradients its backwards reduce."""
+    """Return the `Sync` of a module, which says which gradients its backwards reduce, with the settings of the plan."""
     return Sync(
         {name: p.level for name, p in build.params.items()},
         unsynced=frozenset(build.params if build.plan.setting("accumulate") else ()),
@@ -270,7 +270,7 @@ def _sync(build: Build, spec: ShardingSpec) -> Sync:
 
 
 def _loaded(programs: str | Path | Precompiled | Sequence[str | Path | Precompiled]) -> list[Precompiled]:
-    """Return the saved ``programs``; loads those that are named by their folder."""
+    """Return the saved ``programs`` as a list. A program given as the path of its folder is loaded."""
     several = [programs] if isinstance(programs, str | Path | Precompiled) else programs
     return [program if isinstance(program, Precompiled) else load(program) for program in several]
 

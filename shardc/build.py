@@ -46,7 +46,7 @@ from shardc.runtime.step import named_groups, use_groups
 
 
 class Build:
-    """Builds a program from a template and examples at global shapes.
+    """Compiles the programs of one module, each for a model and example inputs at global shapes.
 
     Args:
         plan, mesh: the user's plan, and the mesh that programs are for.
@@ -99,7 +99,7 @@ class Build:
         deferred: Deferred = NOTHING,
         captured: Captured | None = None,
     ) -> Program:
-        """Compiles a program.
+        """Compiles a program for the model ``template`` and example inputs ``args`` and ``kwargs`` at global shapes.
 
         Args:
             template: the model, on ``meta``.

@@ -189,7 +189,9 @@ class _OnShards(torch.optim.Optimizer):
             return self._step_on_plain(closure)
 
     def _step_on_plain(self, closure: Callable[[], T] | None) -> T | None:
-        """Runs one step; returns the result of ``closure``, if there is one."""
+        """Runs one optimizer step on plain tensors. Returns the result of ``closure``, which is called first if it is
+        given.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -50,7 +50,7 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def staged(self) -> Staged:
-        """The step, cut in time and into stages.
+        """The graphs of the step, cut into microbatches and then into pipeline stages.
 
         Raises:
             PlanError: no input can be split over microbatches, for example because the batch has one row.
@@ -122,7 +122,7 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _halves(self) -> dict[int, dict[str, fx.GraphModule | None]]:
-        """Graphs of the stages cut so far: stage -> phase -> graph."""
+        """Graphs of the stages that were cut so far: stage number -> {phase: graph}."""
         return {}
 
     def _cut_stage(self, at: int) -> dict[str, fx.GraphModule | None]:

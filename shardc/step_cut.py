@@ -74,7 +74,8 @@ class StepCut:
         return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
-        """Return the graph of a phase, which passes may change; None if the step has no such phase.
+        """Return the graph of ``phase`` (forward, backward, ...) as a copy that passes may change; None if the step has
+        no such phase.
 
         Without gradients, FORWARD is the graph of an inference.
         """
@@ -144,7 +145,7 @@ class MicrobatchCut(StepCut):
 
     @cached_property
     def parts(self) -> Phases:
-        """The joint graph, cut in time."""
+        """The graphs into which the joint graph is cut for microbatches."""
         return self._cut_in_time()
 
     def _cut_in_time(self) -> Phases:

@@ -206,7 +206,7 @@ def near(word: object, choices: Iterable[object], otherwise: str = "") -> str:
 
 @lru_cache(maxsize=256)
 def _hints(kind: Any) -> dict[str, Any]:
-    """Returns field -> annotation of a dataclass or named tuple."""
+    """Returns the type annotations of the fields of a dataclass or named tuple: field -> annotation."""
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields
     return {name: hints[name] for name in names}
@@ -252,8 +252,8 @@ class _Reader:
         return self.plain(value, kind, path)
 
     def plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> object:
-        """Return ``value`` converted to the class ``kind``; `_Mismatch` if it is no instance and
-        cannot be converted.
+        """Return ``value`` converted to the class ``kind``. Raises `_Mismatch` if it is neither an instance nor can be
+        converted.
         """
         if kind in self.readers:
             return self.readers[kind](value)

@@ -245,8 +245,8 @@ def layers_of(name: str) -> str:
 
 
 def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Yield (dense op, its operations) of a global graph: at global shapes, so on all ranks together and without
-    redundancy.
+    """Yield (node, operations) of each dense op of a global graph, at global shapes. The numbers are for all ranks
+    together, without work that ranks repeat.
     """
     for node in graph.nodes:
         if node.op == "call_function" and (flops := flops_of(node)):

@@ -138,7 +138,9 @@ class CostModel:
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
     def measured(self, kind: str) -> bool:
-        """Return whether collectives of ``kind`` were measured, instead of estimated from another kind."""
+        """Return whether collectives of ``kind`` were measured. Otherwise their seconds are estimated from a general
+        rate.
+        """
         return kind in self._by_kind
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
@@ -209,7 +211,7 @@ class CostModel:
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Write the model to ``path`` as JSON; creates its folder."""
+        """Write the cost model to ``path`` as JSON. The folder is created if needed."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
         if self.messages is not None:
             table["messages"] = self.messages._asdict()

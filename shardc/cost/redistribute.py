@@ -27,8 +27,7 @@ Region = tuple[Place, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """An edge of the search graph of a redistribution: one collective or local op, which changes the locations of axis
-    parts.
+    """One collective or local op in the search for a redistribution, which changes the locations of axis parts.
 
     Args:
         kind: the kind of step, as in `Step`.
@@ -43,7 +42,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Prices:
-    """The cost functions of a redistribution search.
+    """The cost functions of a redistribution search: seconds of a step, and a lower bound for what remains.
 
     Args:
         seconds: maps (kind, axes, local elements before, local elements after) to the seconds of a step.
@@ -285,7 +284,7 @@ class _Moves:
         return next(self._to_partial())
 
     def _set(self, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[Move, State]:
-        """Return (the move of ``kind`` with these ``changes``, the state after it).
+        """Return a move of ``kind``, and the state after it. ``changes`` maps axis part -> its new location.
 
         Args:
             changes: part -> its new location.
@@ -320,12 +319,12 @@ class _Moves:
             yield self._set("to_partial", {k: self.goal[k] for k in members}, op)
 
     def _gathers(self) -> Iterator[tuple[Move, State]]:
-        """Yield an all-gather over each subset of the misplaced parts."""
+        """Yield the all-gathers over each subset of the axis parts that split a wrong place."""
         for members in _subsets(self.bound):
             yield self._set("all_gather", dict.fromkeys(members, WHOLE))
 
     def _all_to_alls(self) -> Iterator[tuple[Move, State]]:
-        """Yield the all-to-alls that move misplaced parts to other places."""
+        """Yield the all-to-alls that move axis parts from wrong places to other places."""
         for changes in self._bindings(self.bound, every=False):
             yield self._set("all_to_all", changes)
 

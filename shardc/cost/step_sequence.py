@@ -422,7 +422,9 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
 
 
 def is_coordinate(node: fx.Node) -> bool:
-    """Return whether ``node`` is the rank's own index along some axes."""
+    """Return whether ``node`` is a coordinate: the input of a local graph that holds the rank's index along some mesh
+    axes.
+    """
     role = ir.info(node).role if node.op == "placeholder" else None
     return role is not None and role.kind == "coordinate"
 

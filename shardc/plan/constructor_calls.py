@@ -44,7 +44,8 @@ def runs(entries: Iterable[E]) -> list[list[E]]:
 
 
 def in_order(entries: Iterable[E]) -> list[E]:
-    """Return ``entries`` sorted: those with their own constructors, then the arguments of `Plan`.
+    """Return ``entries`` sorted by their constructor calls: first entries with a constructor of their own (``fsdp``),
+    then arguments of ``Plan``.
 
     Both are sorted by their positions in the arguments of their calls.
     """
@@ -84,7 +85,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
-    """Return the value of argument ``key`` as Python source."""
+    """Return the value of a constructor's argument ``key`` as Python source."""
     if key in BY_GLOB and isinstance(value, dict):
         return show_sizes(value)
     if key == "prefetch":

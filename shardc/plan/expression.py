@@ -100,7 +100,9 @@ class _Reader:
         return joined
 
     def _call(self, node: ast.Call) -> object:
-        """Return the result of the call ``node``, of a known function with evaluated arguments."""
+        """Evaluate the arguments of the call ``node`` in a plan expression, call the function, and return the
+        result.
+        """
         function = self.read(node.func)
         if not callable(function):
             raise self._at(node, f"{ast.unparse(node.func)} cannot be called")

@@ -139,7 +139,7 @@ KNOWN = (
 def style_entries(
     styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str, model: nn.Module | None
 ) -> list[Entry]:
-    """Return the entries of ``parallelize_module`` styles.
+    """Return the plan entries that shard a model as ``parallelize_module`` does with ``styles`` on ``axis``.
 
     Weights get the layouts of the styles. Inputs and outputs are pinned only if a style asks for another output than
     its default, or prepares them. Default outputs (split features after column-wise, a sum after row-wise) are left to
@@ -167,7 +167,7 @@ def style_entries(
 
 
 def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -> list[Entry]:
-    """Return the entries of one style for the modules that ``glob`` matches."""
+    """Return the plan entries of one ``parallelize_module`` style for the modules that ``glob`` matches."""
     match style:
         case ColwiseParallel():
             embedding = model is not None and _embeddings(glob, model)

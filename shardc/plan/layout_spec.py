@@ -39,7 +39,7 @@ from shardc.validate import near, typed
 
 @dataclass(frozen=True)
 class OnAxes:
-    """A spec of placements on some axes; other axes stay as in the base layout."""
+    """A spec of DTensor placements on some mesh axes. The base layout stays on all other axes."""
 
     placements: tuple[tuple[str, Placement], ...]
 
@@ -80,7 +80,9 @@ def per_rank(dim: int = -1, relative_to: str | None = "0") -> PerRank:
 
 @dataclass(frozen=True)
 class DimSpec:
-    """The spec of one dim: sub-dims ``(size or None, axes)``, or ``keep`` for the dim of the base layout."""
+    """The parsed spec of one dim: its sub-dims, as (size or None, axes), or ``keep`` if the base layout of the dim
+    stays.
+    """
 
     subs: tuple[tuple[int | None, tuple[str, ...]], ...] = ((None, ()),)
     keep: bool = False

@@ -1,4 +1,6 @@
-"""Names in a plan: matches globs against a model's names, suggests similar names, and parses targets of specs."""
+"""Names in a plan: matches globs against a model's names, suggests similar names, and parses the names of
+activations.
+"""
 
 from __future__ import annotations
 

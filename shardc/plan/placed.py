@@ -1,4 +1,5 @@
-"""A parameter's layouts while the plan's entries are applied: `Placed` for compute, and `ParamPlan` with storage.
+"""A parameter's layouts while plan entries are applied: `Placed` has the layout for compute, `ParamPlan` also that of
+storage.
 
 If a dim does not divide over its axes, it is padded, as far as a DTensor can represent the result. A DTensor splits a
 dim over one axis after the other, each time by ``torch.chunk``. `SavePolicy` is what entries say about activations.

@@ -98,7 +98,7 @@ def _of(kind: type[K], value: object, path: str, what: str) -> K:
 
 
 def _check_keys(table: Iterable[str], allowed: tuple[str, ...], path: str, what: str) -> None:
-    """Raise PlanError if a key of ``table``, which is ``what`` in the file ``path``, is not ``allowed``."""
+    """Raise PlanError if ``table`` has a key that is not ``allowed``. ``what`` names the table in the file ``path``."""
     for key in table:
         if key not in allowed:
             fix = did_you_mean(get_close_matches(key, allowed), f"use one of {list(allowed)}")

@@ -77,7 +77,7 @@ class BoundPlan:
 
     @property
     def grad_scale(self) -> float:
-        """Return the factor on parameters' gradients."""
+        """Return the factor by which the plan scales the gradients of parameters."""
         return float(self.plan.setting("grad_scale"))
 
     @property
@@ -126,7 +126,7 @@ class BoundPlan:
         return {name: self.precision.of_param(name).grads or dtype for name, dtype in self.stored.items()}
 
     def pinned(self, tag: str, base: Layout) -> tuple[Layout, str]:
-        """Return (layout, plan entry) of the pinned activation that the tag node ``tag`` marks. Dims that its spec
+        """Return (layout, plan entry) of the pinned activation that the tag node ``tag`` marks. Dims that the pin
         leaves open keep their layout in ``base``.
         """
         pin, base = self.pins[tag], base.without_partial()
@@ -246,7 +246,7 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def _named(entry: str) -> Iterator[None]:
-    """Context manager that raises a LayoutError of the block as a PlanError that names ``entry``."""
+    """Context manager in which a LayoutError becomes a PlanError that names the plan ``entry``."""
     try:
         yield
     except LayoutError as error:

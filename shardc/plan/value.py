@@ -215,7 +215,7 @@ class Plan:
             yield to_call(run)
 
     def describe(self) -> str:
-        """Return the entries as a table for people."""
+        """Return the entries of the plan as a text table for people to read."""
         rows = [entry.row for entry in self.entries]
         return str(tabulate(rows, ("what", "of", "where"), "plain", disable_numparse=True))
 

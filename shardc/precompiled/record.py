@@ -286,7 +286,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class LargeConstant:
-    """A constant that the text does not show; the order gives the position of its bytes in the file of constants."""
+    """A large constant of a saved graph: its name, type and number of bytes. The bytes of all these constants lie in
+    one file, in the order of the record.
+    """
 
     name: str
     type: TensorType
@@ -455,7 +457,7 @@ def constants(half: str) -> str:
 
 def read(folder: Path, record: Record, name: str) -> bytes:
     """Return the bytes of the file ``name`` of a saved program. Raises PrecompiledError if it is missing, a link, or
-    not the file whose hash ``record`` has.
+    changed: its hash is then not that in ``record``.
     """
     data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
     if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:

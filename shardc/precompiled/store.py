@@ -96,7 +96,7 @@ class Stored(Precompiled):
 
 @dataclass(frozen=True)
 class Store:
-    """The stored programs for one `ProgramKey`, which differ in their guards.
+    """The stored programs of one `ProgramKey`. They differ in their guards (values that the capture read).
 
     Args:
         folder: has a folder for each program.

@@ -1,4 +1,6 @@
-"""`Timed`: what a record says of a step in microbatches, and checks that its graphs fit together."""
+"""`Timed`: the part of a saved program's record that is about microbatches; and checks that the program's graphs fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ OF_STAGE = (
 
 @dataclass(frozen=True)
 class Timed:
-    """The attributes of an `Executable` with microbatches that do not follow from its plan and graphs.
+    """The attributes of a program in microbatches that are saved with it, since they do not follow from its plan and
+    graphs.
 
     Fields without a description are the attributes of that name.
 

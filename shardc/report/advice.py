@@ -86,7 +86,8 @@ class Try:
 def advise(
     program: Program, findings: Iterable[Finding], now: Prediction, predict: Callable[[Any], Prediction]
 ) -> list[Advice]:
-    """Return the changes that answer ``findings`` and shorten the step by half a percent or more, the best first.
+    """Return the changes of plan, options or mesh that remove ``findings`` and make the step at least half a percent
+    shorter, the best first.
 
     A change that does not fit in the memory of the hardware is left out, unless the program does not fit either.
 
@@ -144,7 +145,7 @@ def _tries(program: Program, rules: set[str]) -> Iterator[Try]:
 
 
 def _has_input_gradients(program: Program) -> bool:
-    """Return whether an input requires a gradient, which a program for another mesh would not compute."""
+    """Return whether an input requires a gradient. A program compiled for another mesh would lack that gradient."""
     return program.key is None or any(getattr(leaf, "requires_grad", False) for leaf in program.key.call.leaves)
 
 

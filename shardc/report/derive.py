@@ -72,7 +72,8 @@ class _Sample:
 
 
 def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) -> Costs:
-    """Return the cost formulas of a program.
+    """Derive the cost formulas of a program: bytes and seconds in batch, sequence and mesh axis sizes. Return them as
+    `Costs`.
 
     Args:
         program: the compiled program.

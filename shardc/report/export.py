@@ -45,7 +45,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
-    """Return ``rows`` as a text table without rules, its columns aligned at the left."""
+    """Return ``rows`` as a text table without lines. All columns are aligned at the left."""
     return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
 
 
@@ -223,7 +223,7 @@ class Limit:
         return Limit(metric, sign == ">", value, bool(percent), bool(percent) or number[0] in "+-")
 
     def broken(self, change: Change) -> bool:
-        """Return whether ``change`` violates the condition."""
+        """Return whether ``change`` violates this limit."""
         value = change.after
         if self.change:
             value = change.relative if self.relative else change.after - change.before

@@ -64,12 +64,12 @@ class Moves:
 
     @property
     def latency(self) -> sympy.Symbol:
-        """Return the symbol of the seconds before the first byte of one collective."""
+        """Return the sympy symbol that stands for the seconds before the first byte of one collective."""
         return sympy.Symbol(f"latency_{self.kind}_{'_'.join(self.group)}", nonnegative=True)
 
     @property
     def bandwidth(self) -> sympy.Symbol:
-        """Return the symbol of the bytes per second that a rank sends."""
+        """Return the sympy symbol that stands for the bytes per second that a rank sends."""
         how = f"{self.kind}_" if self.kind in DIRECT else ""
         return sympy.Symbol(f"bandwidth_{how}{'_'.join(self.group)}", positive=True)
 
@@ -193,7 +193,9 @@ class Costs:
 
     @cached_property
     def compute_seconds(self) -> sympy.Expr:
-        """Return the seconds of dense operations, divided among ranks, at the rate that matrix products reach."""
+        """Return the formula of the seconds of dense operations: divided among all ranks, at the rate that matrix
+        products reach.
+        """
         return self.flops / (sympy.Mul(*(axis_symbol(axis) for axis in self.mesh.axes)) * RATE)
 
     @cached_property

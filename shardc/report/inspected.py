@@ -35,7 +35,9 @@ from shardc.validate import did_you_mean, typed
 
 
 class InspectedProgram(Program):
-    """A program with reports on it, as `shardc.compile` returns it; nothing that runs depends on them."""
+    """A program with reports on it (schedule, lint, costs, ...), as `shardc.compile` returns it. What runs does not
+    depend on the reports.
+    """
 
     @typed()
     def draw(self, name: str, stage: str = "collectives") -> Tiles:
@@ -157,7 +159,9 @@ class InspectedProgram(Program):
         return (find(hardware) if isinstance(hardware, str) else hardware).at(precision)
 
     def _check_stages(self, report: str) -> None:
-        """Raise PlanError if the program has pipeline stages, which ``report`` does not know."""
+        """Raise PlanError if the program has pipeline stages. The error says that ``report``, a method such as "lint",
+        does not support them.
+        """
         if (pp := self.shown.bound.pp) is not None:
             raise PlanError(
                 f"{report} does not know the stages of a pipeline",
@@ -182,7 +186,8 @@ class InspectedProgram(Program):
 
     @typed()
     def advise(self, hardware: str | Hardware = "h100") -> list[Advice]:
-        """Return changes that answer findings of `lint` and make the predicted step shorter, the best first.
+        """Return changes that were tried and make the predicted step shorter by removing findings of `lint`, the best
+        first.
 
         Each was tried: `Advice.line` is what to paste, and `Advice.gain` the seconds that it saves by the prediction.
         """

@@ -376,8 +376,8 @@ def replicated_work(subject: Subject) -> Iterator[Finding]:
 
 
 def _splits(weights: Mapping[str, Layout], module: str, axis: str) -> str:
-    """Return the plan entry that would split the products of ``module`` over ``axis``; ``weights``: parameter -> its
-    storage layout.
+    """Return the plan entry, as text, that would split the matrix products of ``module`` over ``axis``. ``weights``
+    maps parameter -> storage layout.
     """
     weight = weights.get(f"{module}.weight")
     if weight is None or axis in {split_part(part)[0] for part in weight.axes}:

@@ -1,4 +1,4 @@
-"""`Played`: the lists of all ranks of a pipeline with their predicted times, and the costs of its stages and ranks.
+"""`Played`: a pipeline's actions on all ranks with their predicted times, and the costs of its stages and ranks.
 
 Each stage is predicted alone, for one microbatch, as any program: seconds of its forward and backward, and of what runs
 once, in front of them and behind. `clock` plays the lists of all ranks with these seconds. Messages take the bytes of

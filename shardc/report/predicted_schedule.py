@@ -1,4 +1,6 @@
-"""`Schedule`, the predicted schedule of a step with its forms of display; `build` predicts it from the step's ops."""
+"""`Schedule`: the predicted schedule of a step, which can be shown as text, HTML, JSON, trace or picture. `build`
+predicts it from the step's ops.
+"""
 
 from __future__ import annotations
 

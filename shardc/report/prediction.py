@@ -284,7 +284,7 @@ class Prediction:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Return the transfers between ranks."""
+        """Return the transfers between ranks, without the copies between host and device."""
         return tuple(transfer for transfer in self.transfers if transfer.axis != HOST)
 
     @property

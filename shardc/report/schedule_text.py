@@ -51,7 +51,7 @@ def of_rank(schedule: Prediction, rows: int | None) -> list[str]:
 
 
 def answer(schedule: Prediction) -> list[str]:
-    """Return the lines that are read first: step time, tokens/s and MFU where they are known, memory."""
+    """Return the most important lines of a report: step time, tokens/s and MFU where they are known, memory."""
     return [*lines(schedule), memory_line(schedule, f"in {schedule.memory.peak_op}")]
 
 

@@ -1,4 +1,5 @@
-"""`PipelineSchedule`: the predicted step of a program with pipeline stages, with its forms of display.
+"""`PipelineSchedule`: the predicted step of a program with pipeline stages, which can be shown as text, HTML, JSON,
+trace or picture.
 
 A rank's memory follows the order in which it runs its list (`shardc.report.played_stages` has the times).
 """
@@ -65,8 +66,8 @@ class PipelineSchedule(Schedule):
 
     @cached_property
     def by_node(self) -> dict[str, list[Collective]]:
-        """Return node name in the global graph -> its collectives in all stages, as if each ran its microbatches in
-        turn.
+        """Return the collectives of all stages by the node in the global graph that they come from: node name ->
+        collectives. Their times are as if each stage ran its microbatches one after another.
         """
         out: dict[str, list[Collective]] = {}
         for schedule, counts in self.by_stage:

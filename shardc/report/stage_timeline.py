@@ -60,7 +60,7 @@ def rows(timeline: Timeline, width: int = 120) -> list[str]:
 
 
 def answer(timeline: Timeline, call: float = 0.0) -> list[str]:
-    """Return the lines that are read first: duration of the step, its bubble, exposed transfers.
+    """Return the most important lines of a pipeline's report: duration of the step, its bubble, exposed transfers.
 
     Args:
         call: seconds of the step before the timeline starts.

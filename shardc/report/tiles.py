@@ -71,7 +71,9 @@ class Tiles:
 
     @cached_property
     def grid(self) -> tuple[list[Stretch], list[Stretch]]:
-        """Return (ranges of the table's rows, ranges of its columns); a tensor with one dim has one row."""
+        """Return how a table of the tensor is divided: (ranges of indices of its rows, ranges of its columns). A tensor
+        with one dim has one row.
+        """
         whole = [Stretch(0, 1, frozenset(range(self.layout.mesh.ranks)))]
         cut = [self.stretches(dim) for dim in self.dims]
         return cut[0] if len(cut) == 2 else whole, cut[-1] if cut else whole

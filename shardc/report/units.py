@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def operations(count: float) -> str:
-    """Return a number of operations, or a rate of them, with the prefix of its unit, as text.
+    """Return ``count``, a number of operations or operations per second, as text that ends in a unit prefix: ``989 T``.
 
     >>> operations(9.894e14) + "FLOP/s"
     '989 TFLOP/s'

@@ -248,7 +248,7 @@ class CapturedModel:
         return True
 
     def weight(self, node: fx.Node) -> float:
-        """Return how many nodes of the complete model the captured ``node`` stands for."""
+        """Return how many nodes of the complete model the captured ``node`` stands for, because blocks repeat."""
         record = ir.info(node)
         return self.times(record.origin.module or record.name)
 

@@ -241,7 +241,8 @@ class Fit:
     # --- measures
 
     def _regather(self, plan: Plan) -> Measure | None:
-        """Return the measure that reshards parameters after forward, beginning with those that forward uses first.
+        """Return the measure (a change that frees memory) that reshards parameters after forward, beginning with those
+        that forward uses first.
 
         None if no entry keeps parameters unsharded. The parameters that forward uses first are needed last in backward.
         """
@@ -256,8 +257,8 @@ class Fit:
         return Measure([self._size(glob) for glob in self.globs], apply)
 
     def _others(self) -> Iterator[Measure]:
-        """Yield the measures that recompute activations (of blocks, or of parts of blocks), move those of blocks to the
-        host, and offload parameters.
+        """Yield the other measures (changes that free memory): recompute activations of blocks or their parts, move
+        activations of blocks to the host, offload parameters.
         """
         parts_of_blocks = _parts(self.model)
         for part, blocks in parts_of_blocks.items():

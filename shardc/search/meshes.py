@@ -94,7 +94,7 @@ def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class SearchOverMeshes:
-    """A search over several meshes.
+    """A search for the fastest plan over several meshes, from one capture of the model.
 
     Args:
         captured_model: the captured model.

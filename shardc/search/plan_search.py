@@ -74,7 +74,7 @@ class Candidate:
     byte: float
 
     def at(self, byte: float) -> float:
-        """Return the cost in seconds, at a price of ``byte`` seconds per byte."""
+        """Return the cost of this solution in seconds if each byte of memory costs ``byte`` seconds."""
         return self.value + (byte - self.byte) * self.bytes
 
 
@@ -231,8 +231,8 @@ class Search:
         return None
 
     def _fit(self) -> None:
-        """Apply memory measures to the fastest and to the smallest plan until each fits or is slower than the best plan
-        so far.
+        """Change the fastest and the smallest plan to use less memory (recompute, offload, ...), until they fit or are
+        slower than the best plan so far.
         """
         tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
@@ -392,7 +392,7 @@ class Search:
 
     def forms_of(self) -> Iterator[tuple[str, Plan]]:
         """Yield (name, plan) of each ready-made plan: ddp, fsdp, fsdp with tp or cp. If the user gave entries, yield
-        only ("given", the plan of these entries).
+        only ("given", plan of these entries).
         """
         if self.hand:
             yield "given", self.hand
@@ -433,8 +433,8 @@ class Search:
         origin: str,
         candidate: Candidate | Trial | None = None,
     ) -> Trial | None:
-        """Predict the schedule of a plan, unless that was done before, record and return it as `Trial`; None if it
-        cannot be compiled.
+        """Predict the schedule of a plan, record it and return it as `Trial`; None if the plan cannot be compiled. A
+        plan that was predicted before is not predicted again.
 
         Args:
             plan: the plan.

@@ -1,4 +1,5 @@
-"""Writes a solution of the layout problem as a plan: `Writer` its entries, `Pinner` its pins of activations.
+"""Writes a solution of the layout problem as a plan. `Writer` writes its entries, and `Pinner` adds its pins of
+activations.
 
 Entries have globs if repeated blocks agree. Pins at module boundaries make the greedy layout pass arrive at the layouts
 that the solver found.
@@ -172,7 +173,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the entries of plans for a model on a mesh.
+    """Writes a solution of the layout problem as entries of a plan, for one model on one mesh.
 
     Args:
         model: the complete model.

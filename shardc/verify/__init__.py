@@ -123,7 +123,8 @@ def verify_halves(
 
 
 def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
-    """Check that the graphs which a joint graph is cut into compute its results; raises VerifyError, as `verify` does.
+    """Check that the graphs into which a joint graph is cut compute the results of the joint graph. Raises VerifyError,
+    as `verify` does.
 
     Args:
         cut: the graphs.
@@ -149,7 +150,8 @@ def verify_ends(
     last: fx.GraphModule,
     mesh: Mesh,
 ) -> None:
-    """Check the forward of the first microbatch and the backward of the last; raises VerifyError, as `verify` does.
+    """Check the forward of the first microbatch (``first``) and the backward of the last (``last``) against those of
+    any microbatch. Raises VerifyError, as `verify` does.
 
     Args:
         cut: the graphs that the step is cut into.

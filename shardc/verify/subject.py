@@ -57,8 +57,8 @@ class State:
 
 @contextmanager
 def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iterator[None]:
-    """Context manager: writes a report file for a VerifyError of the block that has no fix, and raises it with a fix
-    that names the file.
+    """Context manager for checks of ``programs``: a VerifyError without a fix is raised again with a fix that names a
+    report file, which is written for it.
 
     Args:
         programs: title in the file -> graph; None for a graph that does not exist.

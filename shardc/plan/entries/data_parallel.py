@@ -237,7 +237,8 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
 
 
 def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
-    """Return argument name -> its table (glob -> number) as a tuple of pairs, which is how entries store it.
+    """Return the arguments of a constructor that are tables (glob -> number) as entries store them: argument name ->
+    tuple of pairs.
 
     ``entry`` is the plan entry, for errors.
     """

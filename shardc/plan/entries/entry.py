@@ -1,4 +1,6 @@
-"""`Entry`, the interface of plan entries: resolving, text and files call it and know no kind of entry."""
+"""`Entry`, the interface of plan entries. Code that resolves, prints or saves plans calls only its methods, whatever
+the kind of entry.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from shardc.plan.placed import ParamPlan, Placed, SavePolicy
 
 @dataclass(frozen=True)
 class Entry:
-    """One statement of a plan: a frozen dataclass that overrides the methods for what it decides."""
+    """One statement of a plan, as a frozen dataclass. Each kind of entry overrides the methods for what it decides."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -72,7 +74,7 @@ class Entry:
         return {}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
-        """Raise PlanError if the entry does not suit the mesh, on which its `axes` are.
+        """Raise PlanError if the entry cannot be used on ``mesh``. The mesh has all axes that the entry names.
 
         Args:
             batch: axis -> the entry that splits the batch over it.
@@ -145,7 +147,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class BatchEntry(Entry):
-    """An entry that splits the batch over ``axis`` and also tensors of some modules (such as ``tp`` with its glob)."""
+    """An entry that splits the batch over ``axis``, and also tensors of some modules: `Cp` (attention) and `Ep`
+    (experts).
+    """
 
     axis: str
 
@@ -159,7 +163,7 @@ class BatchEntry(Entry):
 
 
 def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return ``entries`` without those that a later one with the same key replaces."""
+    """Return ``entries`` without those that a later entry with the same key replaces."""
     by_key: dict[tuple[object, ...], Entry] = {}
     for entry in entries:
         by_key.pop(entry.key, None)

@@ -84,7 +84,9 @@ class Save(Entry):
 
 @dataclass(frozen=True)
 class ChunkedLoss(Entry):
-    """Computes logits and their loss for one of ``chunks`` parts of the rows after another (`shardc.chunked_loss`)."""
+    """Computes logits and their loss in ``chunks`` parts of the rows (tokens), one part after another
+    (`shardc.chunked_loss`).
+    """
 
     chunks: Annotated[int, Range(1)] = 8
 

@@ -20,7 +20,7 @@ DTYPE_FIELDS = ("param", "reduce", "output", "buffers")
 
 @dataclass(frozen=True)
 class Precision(Entry):
-    """The dtypes in which tensors are sent and computed; None leaves them unchanged.
+    """The dtypes in which tensors are communicated and computed under mixed precision. None keeps a dtype as it is.
 
     Args:
         param: parameters are cast to this dtype before their gather; floating-point inputs, too.
