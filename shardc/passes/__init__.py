@@ -68,7 +68,8 @@ def computing(cost: Pricing, device: torch.device) -> Pricing:
 
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
-    """Returns the cost model for collectives of activations; None if ``cost`` is the default, which knows no links.
+    """Returns the cost model by which collectives of activations are cut into chunks; None for the default cost model,
+    which knows nothing about the links between ranks. ``direct``: whether collectives are sent as messages.
 
     Args:
         direct: whether the program sends collectives as messages between ranks; they are then priced by what ``cost``
@@ -80,8 +81,8 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
 
 
 def bucket_size(options: Options, mesh: Mesh) -> int | ByLink:
-    """Returns the bytes of a bucket; if the option of this name is a `Hardware`, a `ByLink`: a size for each group of
-    ranks.
+    """Returns the size of a bucket in bytes. If ``options.bucket_size`` is a `Hardware`, returns a `ByLink`, which
+    gives a size for each group of ranks.
     """
     size = options.bucket_size
     return ByLink(size, mesh) if isinstance(size, Hardware) else options.bucket_bytes()

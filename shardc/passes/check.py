@@ -113,7 +113,9 @@ class VerifyHalf(Hook):
         self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        """Records the fingerprints and the order of ops that ``stage`` has to keep."""
+        """Records, before the pass ``stage`` runs, what the pass must not change: fingerprints of values and, for some
+        passes, the order of ops.
+        """
         if stage in KEEP_VALUES and self.prints is None:
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
         if stage == ALGORITHMS and self.prints is not None:
@@ -127,7 +129,7 @@ class VerifyHalf(Hook):
             self._after(stage, gm)
 
     def _after(self, stage: str, gm: fx.GraphModule) -> None:
-        """Runs the checks of ``stage`` on the half, and records its state for the next pass."""
+        """Checks the graph after the pass ``stage``, and records its state for the checks of the next pass."""
         last, self.state = self.state, State(gm.graph)
         if stage not in self.overlaps and self.state.is_of(last):
             return
@@ -188,7 +190,9 @@ def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | N
 
 @lru_cache(maxsize=65536)
 def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> str | None:
-    """Returns why the factors ``spec`` of an op do not derive ``results`` from ``operands``; None if they do."""
+    """Returns, as text, why an op with the factors ``spec`` cannot turn operands with the layouts ``operands`` into
+    results with the layouts ``results``; None if it can.
+    """
     if len(operands) != len(spec.operands):
         return f"the rule has {len(spec.operands)} operands, the op has {len(operands)}"
     if not operands:

@@ -192,8 +192,8 @@ def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
 
 @contextmanager
 def _explained(region: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
-    """Context manager that turns an exception of the region's function into a `RuleError` with the function's name and
-    the shapes of its arguments (``fakes``).
+    """Context manager that turns an exception of the region's function into a `RuleError`, which names the function and
+    the shapes of its arguments, ``fakes``.
     """
     try:
         yield
@@ -215,7 +215,8 @@ def _region(node: fx.Node) -> Region:
 
 
 def _tangents(region: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
-    """Returns the `Layout` of each result of ``region``, and of its gradient, by its out_layouts.
+    """Returns the layout of each result of ``region``, as its out_layouts say. The gradient of a result has the same
+    layout.
 
     Args:
         values: the type of each result.
@@ -237,6 +238,8 @@ def _unused(layout: Layout) -> tuple[str, ...]:
 
 
 def _part(tangent: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's term of a result's gradient: ranks that hold the same result get equal shares of it."""
+    """Returns this rank's share of the gradient ``tangent`` of a result of the region. Ranks that hold the same part of
+    the result get equal shares, which add up to the gradient.
+    """
     copies = prod(layout.mesh.size(axis) for axis in _unused(layout))
     return tangent / copies if copies > 1 and tangent.is_floating_point() else tangent

@@ -101,7 +101,8 @@ def result_bytes(node: fx.Node) -> int:
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns node -> number of collectives before it, for each node that leads only from collectives to the output.
+    """Returns the nodes that only carry results of collectives to the output (waits, views, casts), as a dict: node ->
+    number of collectives before it.
 
     These are waits, views, casts and sums of received terms, further collectives, and copies to the host.
     """
@@ -136,7 +137,9 @@ class Work:
 
     @staticmethod
     def of(call: Call) -> Work:
-        """Returns the dtypes of ``call``, and whether it is an attention kernel, as `Work`."""
+        """Returns the `Work` of ``call``: the dtypes of its operands and results, and whether it is an attention
+        kernel.
+        """
         values = (*call.operands, *call.results)
         return Work(tuple(v.dtype for v in values if v is not None), is_attention(call.target))
 
@@ -155,7 +158,9 @@ class Gradient:
     batch_axes: tuple[str, ...]
 
     def seconds(self, layout: Layout, itemsize: int, cost: Pricing) -> float:
-        """Returns the predicted seconds of the reshard from ``layout`` to the target."""
+        """Returns the predicted seconds to reshard the gradient from ``layout`` to the layout in which it must leave
+        the graph. Reductions over batch axes are not counted.
+        """
         if self.target is None:
             return 0.0
         reduced = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
@@ -172,7 +177,8 @@ def priced(
     grad: Gradient | None,
     cost: Pricing,
 ) -> tuple[tuple[float, Strategy], ...]:
-    """Returns (seconds, strategy) for each strategy that the operands' layouts suggest; at least one splits nothing.
+    """Returns (seconds, strategy) for each strategy that follows from the operands' layouts. One of them always splits
+    nothing.
 
     Memoised, so that repeated layers are priced once. The seconds are those of the reshards of operands, of later
     reductions, and of the compute of each rank.
@@ -216,7 +222,9 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
 
 
 def operations(spec: Spec, strategy: Strategy) -> float:
-    """Returns the floating-point operations of a rank; ranks that wait for each other in turn count as one."""
+    """Returns the floating-point operations of one rank under ``strategy``. Ranks that have to compute one after
+    another (as in a split scan) do not divide the operations among them.
+    """
     layouts = (*strategy.operands, *strategy.results)
     if spec.in_turn:
         waits = {
@@ -228,8 +236,8 @@ def operations(spec: Spec, strategy: Strategy) -> float:
 
 
 def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:
-    """Returns ``computed``, the compute seconds of an op, plus the exposed seconds of communication inside it (routed
-    rows, ring attention).
+    """Returns the seconds of an op with the communication inside it: ``computed`` (seconds of compute) plus the seconds
+    of routed rows or ring attention that compute does not hide.
 
     In a ring a rank computes on one block while the next one arrives.
 
@@ -285,7 +293,8 @@ def shares(layouts: tuple[Layout, ...]) -> int:
 
 
 def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing) -> float:
-    """Returns the predicted seconds of the pending reductions that a strategy passes from its operands to its results.
+    """Returns the predicted seconds of the reductions that remain after an op because its operands are partial already:
+    the pending reductions that ``strategy`` passes on to the results.
 
     The pending sum of a contraction itself is not counted: it comes with every strategy that splits the contraction.
     """

@@ -104,7 +104,9 @@ class Options:
         check_fields(self)
 
     def bucket_bytes(self) -> int:
-        """Returns the bytes of a bucket; by default those whose latency is a twentieth of the time, 8 MiB at most."""
+        """Returns the size of a bucket in bytes. The default is the size at which a collective's latency is a twentieth
+        of its time, at most 8 MiB.
+        """
         if self.bucket_size is not None and not isinstance(self.bucket_size, Hardware):
             return cast(int, self.bucket_size)
         latency, bandwidth = self.cost.linear(self.p2p_collectives is not False)
@@ -115,7 +117,9 @@ class Options:
         return cast(int, self.memory_budget)
 
     def in_flight_bytes(self) -> int:
-        """Returns the bytes of collectives' results that may be started ahead of their use."""
+        """Returns the limit of bytes in flight: results of collectives that are started before they are needed. -1 is
+        no limit.
+        """
         if self.max_in_flight is not None:
             return cast(int, self.max_in_flight)
         if isinstance(self.bucket_size, Hardware):
@@ -123,13 +127,15 @@ class Options:
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def silent(self) -> frozenset[str] | None:
-        """Returns the kinds of collectives that ``skip_comm`` replaces by local copies; None for all."""
+        """Returns the kinds of collectives that are replaced by local copies because ``skip_comm`` asks for it. None
+        stands for all kinds.
+        """
         if isinstance(self.skip_comm, bool):
             return None if self.skip_comm else frozenset()
         return frozenset(kind for what in self.skip_comm for kind in SILENCED[what])
 
     def with_plan_settings(self, plan: Plan, device: torch.device) -> Options:
-        """Returns these options with ``bucket_size`` and ``overlap`` as they hold for ``plan`` on ``device``.
+        """Returns these options with ``bucket_size`` and ``overlap`` filled in from ``plan`` and ``device``.
 
         The plan's ``bucket_size`` replaces None or a `Hardware`. If it is still None, it becomes the hardware of
         ``cost``, or `H100` on a GPU. Collectives overlap with compute if both options and plan allow it.

@@ -88,22 +88,24 @@ class Pipeline:
         return gm
 
     def before(self, name: str, *passes: Pass) -> Pipeline:
-        """Returns a pipeline with ``passes`` inserted before the pass ``name``."""
+        """Returns a new pipeline with the given ``passes`` inserted before the pass called ``name``."""
         at = self._at(name)
         return Pipeline((*self.passes[:at], *passes, *self.passes[at:]))
 
     def after(self, name: str, *passes: Pass) -> Pipeline:
-        """Returns a pipeline with ``passes`` inserted after the pass ``name``."""
+        """Returns a new pipeline with the given ``passes`` inserted after the pass called ``name``."""
         at = self._at(name) + 1
         return Pipeline((*self.passes[:at], *passes, *self.passes[at:]))
 
     def without(self, *names: str) -> Pipeline:
-        """Returns a pipeline without the passes of these ``names``."""
+        """Returns a new pipeline without the passes that the arguments (``names``) name."""
         out = {self._at(name) for name in names}
         return Pipeline(tuple(pass_ for at, pass_ in enumerate(self.passes) if at not in out))
 
     def replaced(self, *passes: Pass) -> Pipeline:
-        """Returns a pipeline in which each of ``passes`` replaces the pass of its name."""
+        """Returns a new pipeline in which each given pass (``passes``) takes the place of the pass that has the same
+        name.
+        """
         at = {self._at(pass_.name): pass_ for pass_ in passes}
         return Pipeline(tuple(at.get(place, pass_) for place, pass_ in enumerate(self.passes)))
 
@@ -142,7 +144,9 @@ _RENAMED = {"settle": "hoist_grad_epilogue", "absent": "prune_unused_grads", "si
 
 
 def near_stage(name: str, stages: Iterable[str]) -> str:
-    """Returns the fix for an unknown pass or stage ``name``: its new name, or the closest of ``stages``."""
+    """Returns a hint for an error about the unknown pass ``name``: the name that it has now, or the most similar name
+    of ``stages``.
+    """
     return f"it is called {_RENAMED[name]!r} now" if name in _RENAMED else near(name, stages)
 
 

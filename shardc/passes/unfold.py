@@ -67,7 +67,7 @@ class Folded:
         return tuple(f"{run}: {run.count} blocks alike, analysed on {self.repeats.keep}" for run in self.repeats)
 
     def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """Returns parameter of the whole model -> its FSDP level; ``few`` has those of the captured blocks."""
+        """Returns parameter -> FSDP level of the whole model; ``few``: the same of the captured blocks."""
         return {name: few[self.repeats.counterpart(name)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
@@ -98,7 +98,7 @@ class Folded:
         return "".join(f"{run.count} blocks alike, {run}" for run in runs[-1:])
 
     def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Returns the localized joint graph of the whole model, given that of the captured blocks."""
+        """Returns the localized joint graph of the whole model; ``gm`` is that of the captured blocks."""
         graph = gm.graph
         for unfold in self.unfolds:
             graph = unfold.joint(graph)
@@ -107,7 +107,7 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Returns (forward or inference, backward) of all blocks, given the captured ones: ``first``, ``second``."""
+        """Returns (forward or inference, backward) of all blocks; ``first``, ``second``: those of captured blocks."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)
@@ -222,7 +222,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _phases(graph: fx.Graph) -> list[Body]:
-    """Returns the forward ops and the backward ops of a joint graph, or of a forward that computes some gradients."""
+    """Returns the forward ops and the backward ops of ``graph``, which is joint or a forward with gradients."""
     ops = _calls(graph)
     of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
     return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]
@@ -301,7 +301,7 @@ class _Unfolding:
             self.places[nodes[at]] = Place((body.name, offset), body.whole[0] + block * body.step)
 
     def copyable(self, body: Body, block: int) -> bool:
-        """Returns whether ``block`` can be copied: operands of its ops repeat with the blocks, or are equal in all."""
+        """Returns whether ``block`` can be copied: its operands repeat with the blocks or are the same in all."""
         at, period = body.first + body.period * body.whole.index(block), body.period
         other = at - period if block == body.whole[-1] else at + period
         for x, y in zip(body.nodes[at : at + period], body.nodes[other : other + period], strict=True):
@@ -311,13 +311,13 @@ class _Unfolding:
         return True
 
     def _extends(self, body: Body, at: int) -> bool:
-        """Returns whether the op at ``at`` is of an incomplete block before the first: only the next block reads it."""
+        """Returns whether the op at ``at`` is of a partial block before the first: only the next block reads it."""
         users = (self.position.get(user, (None, 0)) for user in body.nodes[at].users)
         near = all(user is not body or place < at + 2 * body.period for user, place in users)
         return near and self._matches(body, at, body.period)
 
     def _matches(self, body: Body, at: int, period: int) -> bool:
-        """Returns whether the ops at ``at`` and ``at + period`` are equal and their operands equal or a block apart."""
+        """Returns whether the ops at ``at`` and one block (``period`` ops) later are equal, with equal operands."""
         node, later = body.nodes[at], body.nodes[at + period]
         ours, theirs = ir.info(node).origin, ir.info(later).origin
         return (
@@ -356,7 +356,7 @@ class _Unfolding:
     def _expanded(
         self, items: Iterable[T], block_of: Callable[[T], int | None], step: int = 1
     ) -> Iterator[tuple[T, int]]:
-        """Yields (item, shift in blocks) for the graph of all blocks; the items of the copied block repeat.
+        """Yields (item, blocks by which it moves) for the graph of all blocks; a copied item comes once per copy.
 
         Args:
             block_of: returns the block of an item; None for an item of no block.
@@ -375,7 +375,7 @@ class _Unfolding:
         return None if place is None else place.block
 
     def _shift(self, item: fx.Node | tuple[Role, Argument], block: int | None) -> int:
-        """Returns by how many blocks an item outside the copied block moves: the missing ones if behind, else 0."""
+        """Returns by how many blocks an item that is not copied moves: those inserted before it, or 0."""
         node = item if isinstance(item, fx.Node) else item[1]
         if block is None and isinstance(node, fx.Node):
             body, at = self.position.get(node, (None, 0))
@@ -388,7 +388,7 @@ class _Unfolding:
         return self.missing if block is not None and block > self.names.last else 0
 
     def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
-        """Returns the node that a copy of a user of ``node``, ``shift`` blocks later, reads in place of ``node``."""
+        """Returns the node that replaces operand ``node`` in a copy of its user, ``shift`` blocks later."""
         if (place := self.places.get(node)) is None:
             return self.env[node, self._shift(node, None)]
         block = place.block + shift
@@ -446,7 +446,7 @@ class _Unfolding:
         return self.names.block_of(role.name) if role.kind == "grad" else None
 
     def _one_output(self, role: Role, node: Argument, shift: int) -> tuple[Role, Argument]:
-        """Returns (renamed role, counterpart of ``node``): an output in a copied block, ``shift`` blocks later."""
+        """Returns (renamed role, node) of an output in a copied block, ``shift`` blocks after the output ``node``."""
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")
@@ -489,7 +489,7 @@ class Names:
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Records how families are numbered: ``pairs`` are (name, name one block later, block of the former).
+        """Learns how names are numbered, from ``pairs``: (name, the same one block later, block of the first).
 
         Args:
             step: 1 if blocks follow in their order, -1 if in reverse.
@@ -509,7 +509,7 @@ class Names:
             self._families[family] = (stride, min(family_count[1], behind), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
-        """Returns the `Info` of a node's counterpart, ``shift`` blocks later, given that of the node.
+        """Returns the record of a node that is copied from the node of ``record``, ``shift`` blocks later.
 
         Args:
             placed: the node has a place in a period, so that it moves with its block.
@@ -533,7 +533,7 @@ class Names:
         )
 
     def node(self, name: str, shift: int = 0, placed: bool = False) -> str:
-        """Returns the name of node ``name``, ``shift`` blocks later; ``placed`` as in `renamed`."""
+        """Returns the new name of node ``name``, moved by ``shift`` blocks; ``placed``: it moves with its block."""
         if self._split(name) or (numbered := self._family(name)) is None:
             return self.module(name, shift)
         family, at, value = numbered
@@ -558,7 +558,7 @@ class Names:
         return cached
 
     def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
-        """Returns (family, position of the number in the name, number) of a numbered name; None for other names."""
+        """Splits a numbered name ``d.add.7`` into (``("d", "add")``, position of the number, 7); else None."""
         parts = name.split(".")
         for at in range(1, len(parts) + 1):
             if (family := tuple(parts[:at])) in self._families:
@@ -568,7 +568,7 @@ class Names:
 
 
 def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
-    """Returns (family, number in ``early``, number in ``late``) of names that differ in one number.
+    """Compares two names that differ in one number: returns (parts before it, number in ``early``, number in ``late``).
 
     >>> _numbers("d.add.scattered", "d.add.8.scattered")
     (('d', 'add'), 0, 8)
@@ -584,14 +584,14 @@ def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
 
 
 def _with_number(name: str, at: int, value: int) -> str:
-    """Returns ``name`` with the number ``value`` as its part ``at``; 0 is left out."""
+    """Returns ``name`` with its dot-separated part ``at`` set to the number ``value``, left out if 0."""
     parts = name.split(".")
     rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
     return ".".join([*parts[:at], *([str(value)] if value else []), *rest])
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """Returns a copy of a node's meta, with the index of the operand whose memory its value shares (-1: none)."""
+    """Returns a copy of a node's meta that also says which operand shares memory with the node's value (-1: none)."""
     meta = dict(node.meta)
     if node.op == "call_function":
         owner = aliased(node)

@@ -30,7 +30,8 @@ _FLEX = (flex_ops.FLEX, flex_ops.FLEX_GRADIENT)
 
 @dataclass(frozen=True)
 class Attention:
-    """Replaces attention kernels under a cp entry by shardc_attention::call, and their backward by ``gradient``.
+    """Replaces attention kernels whose sequence the plan splits (cp entries) by shardc_attention::call, and their
+    backward by ``gradient``.
 
         %o, ... = aten._scaled_dot_product_flash_attention(%q, %k, %v)
         ->  %o, %lse = shardc_attention::call(%q, %k, %v, ..., "cp", "ring")
@@ -93,8 +94,8 @@ class Attention:
             )
 
     def _around(self, node: fx.Node, entry: Cp) -> bool:
-        """Returns whether keys and values are passed from rank to rank (a ring) instead of gathered, by the entry's
-        method or by cost.
+        """Decides how a rank gets the keys and values of the others: returns True if they pass round a ring of ranks,
+        False if they are gathered. The method of ``entry`` decides or, if it is "auto", the predicted time.
         """
         if entry.method != "auto" or self.mesh.size(entry.axis) == 1:
             return entry.method == "ring"
@@ -110,7 +111,9 @@ class Attention:
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
-        """Warns of entries whose method applied to no kernel; PlanError if their modules compute no attention."""
+        """Reports the entries that ask for a method and were applied to no kernel: raises PlanError if their modules
+        compute no attention, else warns.
+        """
         for entry in self.entries:
             if entry.method not in ("ring", "ulysses") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue
@@ -152,8 +155,8 @@ def _backwards(kernel: fx.Node) -> list[fx.Node]:
 
 
 def _supported(node: fx.Node) -> bool:
-    """Returns whether ``shardc_attention`` computes the same as the attention kernel ``node``, so that it can replace
-    the kernel.
+    """Returns whether an op of ``shardc_attention`` can replace the kernel ``node``, which depends on dropout
+    and bias.
     """
     arguments = arguments_of(node)
     wants_bias = (arguments.get("grad_input_mask") or [False] * 4)[3] and _bias(arguments) is not None

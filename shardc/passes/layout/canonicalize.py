@@ -23,7 +23,8 @@ _CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 
 @dataclass(frozen=True)
 class Canonicalize:
-    """Removes identities, pairs of transposes, chains of views, repeated moves, checks of values and dead ops.
+    """Removes dead ops, checks of values, ops that change nothing and pairs of transposes; merges chains of views, and
+    equal views.
 
         %a: f32[4,6] = t(%x)                        %c: f32[24] = view(%x, [24])
         %b: f32[6,4] = t(%a)                  ->
@@ -76,7 +77,9 @@ def _operand(node: fx.Node) -> fx.Node | None:
 
 
 def _before_transposes(node: fx.Node) -> fx.Node | None:
-    """Returns the operand of the transpose that ``node``, another transpose, undoes; None if it undoes none."""
+    """Returns the operand of two transposes in a row that undo each other (``node`` is the second one); None if they do
+    not.
+    """
     source: Any = node.args[0]
     if source.op != "call_function" or source.target not in TRANSPOSES:
         return None
@@ -86,7 +89,8 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
 
 
 def _selected(node: fx.Node) -> fx.Node | None:
-    """Returns the value that a ``select_scatter`` wrote at the index that ``node``, a ``select``, reads; else None.
+    """Returns the value that the ``select`` ``node`` reads, if a ``select_scatter`` wrote it at just this index; else
+    None.
 
     Makes ``node`` read the source of each ``select_scatter`` that wrote at another index.
     """
@@ -114,8 +118,8 @@ def _of_same_type(node: fx.Node) -> fx.Node | None:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """Returns the source of a ``copy`` whose result has the source's type and strides, on which kernels may rely; else
-    None.
+    """Returns the source of the ``copy`` ``node`` if the result has the same type and strides as the source, so that it
+    can take its place; else None.
     """
     source = node.args[1]
     if not isinstance(source, fx.Node) or ir.value(source) != ir.value(node):
@@ -137,7 +141,7 @@ EQUALS: dict[object, Callable[[fx.Node], fx.Node | None]] = {
 
 
 def permutation(node: fx.Node) -> list[int]:
-    """Returns the operand's dim at each dim of the result of a transpose."""
+    """Returns the order of dims of a transpose: for each dim of its result, the dim of the operand."""
     rank = len(ir.value(node).shape)
     order = list(range(rank))
     if node.target is aten.permute.default:

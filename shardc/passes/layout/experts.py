@@ -52,7 +52,8 @@ class Experts:
 
 
 def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
-    """Replaces the ops between the marks of one call, whose last one is ``end``, by one op; also those of backward.
+    """Replaces the traced call of one expert by one op over all experts, and its backward by another. The traced ops
+    lie between marks; ``end`` is the last mark of the call.
 
     Args:
         entries: the plan's ep entries, which say how the op sends rows.
@@ -85,7 +86,8 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
-    """Returns position -> the getitem that reads this one of the ``count`` results of the ``enter`` mark ``start``.
+    """Returns number of the result -> the getitem that reads it, for the ``count`` results of the mark ``start`` (the
+    values that enter the expert).
 
     A getitem is inserted for a result that nothing reads.
     """
@@ -98,7 +100,7 @@ def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
 
 
 def _owner(param: fx.Node) -> str:
-    """Returns the name of the module that owns ``param``, a parameter or a cast or transpose of one."""
+    """Returns the name of the module that owns a parameter; ``param`` is the parameter, a cast or a transpose of it."""
     node = param
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -143,8 +145,8 @@ Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the 
 
 
 def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
-    """Returns (node, position of its result) -> the dim of the rows (tokens), for each result of ``nodes`` that has
-    rows.
+    """Finds the dim of the rows (tokens) in each value: returns (node, number of its result) -> dim, for the results of
+    ``nodes`` that have rows.
 
     Args:
         tensors: nodes whose rows are dim 0.
@@ -191,7 +193,7 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
 
 
 class _Builder:
-    """Builds the `Body` of an expert (its function and its gradient) from the nodes between marks.
+    """Builds the `Body` of an expert (the graphs of its function and of its gradient) from the traced nodes.
 
     Args:
         size: number of rows with which they were traced.
@@ -206,7 +208,8 @@ class _Builder:
         self, out: fx.Node, forward: list[fx.Node], results: Sequence[object], backward: list[fx.Node],
         tangent: fx.Node | None, where: Where,
     ) -> Body:  # fmt: skip
-        """Returns the `Body` of an expert: the graphs of its function and of its gradient.
+        """Returns the `Body` of an expert: the graph of its function, from the nodes ``forward``, and the graph of its
+        gradient, from the nodes ``backward``.
 
         Args:
             out: the result of the function.
@@ -236,8 +239,8 @@ class _Builder:
     def _saved_products(
         self, results: Iterable[object], backward: Iterable[fx.Node], forward: set[fx.Node]
     ) -> list[fx.Node]:
-        """Returns the matrix products of ``forward`` to save: the last ones that ``backward`` or ``results`` depend on.
-        Ops behind them are recomputed.
+        """Returns the matrix products of the expert's forward that are saved for its backward: the last ones before
+        what backward reads. Backward recomputes the ops after them.
         """
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
         work = [x for x in read if isinstance(x, fx.Node) and x in forward]
@@ -256,8 +259,8 @@ class _Builder:
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[object], where: Where
     ) -> fx.Graph:
-        """Returns the graph that computes ``results`` with copies of ``nodes``; for backward, ``before`` has the
-        tangent and the saved values.
+        """Returns a graph that computes ``results`` by copies of ``nodes``. ``before``: in the gradient's graph, the
+        tangent and the saved values, which become inputs.
 
         Its inputs are the number of rows, the tangent if there is one, rows, scale, parameters and saved values.
 
@@ -282,7 +285,9 @@ class _Builder:
         return graph
 
     def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
-        """Returns (args, kwargs) of ``node`` with the traced number of rows in shapes replaced by ``size``."""
+        """Returns (args, kwargs) of ``node`` for any number of rows: where they contain a shape, ``size`` replaces the
+        number of rows in the trace.
+        """
         value, at = ir.info(node).value, where.get((node, 0))
         if isinstance(value, Value) and not node.all_input_nodes and value.shape[:1] == (self.size,):
             at = 0  # a constant for every row
@@ -290,8 +295,8 @@ class _Builder:
             return node.args, node.kwargs
 
         def sized(argument: Argument) -> Argument:
-            """Returns ``argument``; if it is the shape of the result, with the traced number of rows replaced by
-            ``size``.
+            """Returns ``argument``. If it is the shape of the result, ``size`` replaces the traced number of rows in
+            it.
             """
             if isinstance(argument, (list, tuple)) and list(argument) == list(value.shape):
                 return [*argument[:at], size, *argument[at + 1 :]]

@@ -191,7 +191,9 @@ class _Quantiser:
 
 
 def _operand(x: fx.Node) -> _Operand:
-    """Returns the `_Operand` of ``x``: the matrix itself, or the matrix that it is the transpose of."""
+    """Returns an operand of a product as an `_Operand`: the matrix under the transposes of ``x``, and whether ``x`` is
+    its transpose.
+    """
     turned = False
     while x.target in TRANSPOSES:
         x, turned = x.args[0], not turned

@@ -41,7 +41,7 @@ class Greedy:
 
 
 class _Sweep:
-    """The forward and the backward sweep over one graph.
+    """The state of one run of `Greedy`: a sweep over the graph from inputs to outputs, then one back.
 
     Attributes:
         demanded: value -> the layouts in which its uses so far need it.
@@ -59,7 +59,9 @@ class _Sweep:
         self.grad_target = _grad_targets(graph, problem.compute_layouts)
 
     def run(self) -> dict[fx.Node, Layout]:
-        """Writes layouts and needs on all nodes; returns output -> the layout in which the caller gets it."""
+        """Chooses a layout for every value and the needs of every op (the layouts of its operands). Returns output ->
+        the layout in which it leaves the graph.
+        """
         has_tangents = False
         last: list[fx.Node] = []
         for node in self.graph.nodes:
@@ -87,7 +89,9 @@ class _Sweep:
     # --- forward sweep
 
     def _choose(self, node: fx.Node) -> None:
-        """Chooses the layouts of a node: for an op the cheapest, for a marker those of its operand or of the plan."""
+        """Chooses the strategy of an op, the cheapest one. For a marker node, writes the layout that follows from its
+        operand or from the plan.
+        """
         if node.target is getitem:
             take(node)
         elif node.target is ops.tag:
@@ -137,7 +141,9 @@ class _Sweep:
         decide(node, strategy)
 
     def _demand(self, node: fx.Node, layout: Layout) -> None:
-        """Records that a use needs ``node`` at ``layout``; for a view, also the layout that its source then needs."""
+        """Records that some op needs ``node`` at ``layout``. If ``node`` is a view, also records the layout that its
+        operand then needs.
+        """
         if layout in self.demanded.get(node, ()):
             return
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
@@ -145,8 +151,8 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """Returns the layouts in which ``node`` can be read without a new reshard, since other uses of it, or of the
-        value that it views, need them.
+        """Returns the layouts in which ``node`` is available without a further reshard, because other ops need it (or
+        the operand of the view that it is) in them.
         """
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
@@ -155,7 +161,8 @@ class _Sweep:
         return wanted | {results[0] for results in moved if not isinstance(results, str)}
 
     def _warn_cut(self, node: fx.Node, have: Layout, want: Layout, spec: Spec) -> None:
-        """Warns if a view gathers its operand because an axis does not divide the sizes of its result.
+        """Warns of a view whose operand has to be gathered because an axis does not divide the sizes of the view's
+        result.
 
         Args:
             have, want: layout of the operand, and the layout that the view needs.
@@ -203,7 +210,8 @@ class _Sweep:
     # --- layouts at the graph's boundary
 
     def _forward_outputs(self) -> dict[fx.Node, Layout]:
-        """Returns forward output -> its layout, and writes the layouts that follow from these on the tangents.
+        """Returns forward output -> the layout in which it leaves the graph. Also writes the layouts of the tangents,
+        which follow from these.
 
         It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An output
         stays split over batch axes only, unless the plan says otherwise.
@@ -253,7 +261,9 @@ class _Sweep:
     # --- backward sweep
 
     def _sweep_back(self) -> None:
-        """Lets ops compute slices of their results if all uses want those slices, and the step takes no longer then."""
+        """Sweeps back from the outputs: if all users of a value want the same slice of it, lets its op compute only
+        that slice, unless the step becomes slower.
+        """
         for node in reversed(self.graph.nodes):
             needs = ir.info(node).needs if node.op == "call_function" else None
             if needs is None or node.target is ops.pad or not ir.is_tensor(node):
@@ -279,7 +289,9 @@ class _Sweep:
                     self._decide(user, strategy)
 
     def _wanted_slice(self, node: fx.Node) -> Layout | None:
-        """Returns the one other layout in which ``node`` is used, if local slices give it, else None."""
+        """Returns the layout that users of ``node`` want instead of its own, if it is the same for all and is reached
+        by local slices only; else None.
+        """
         current = ir.layout(node)
         wants = set()
         for user in node.users:
@@ -303,7 +315,8 @@ class _Sweep:
         return want if all(step.kind == "shard" for step in steps) else None
 
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
-        """Returns (user, its strategy, extra seconds) of each user that does not take ``node`` at ``target`` yet.
+        """Returns what users of ``node`` must change if it gets layout ``target``: (user, new strategy, extra seconds)
+        for each user that does not take it so yet. Returns None if one of them cannot.
 
         None if one of the users cannot take it there.
         """
@@ -336,14 +349,14 @@ class _Sweep:
 
 
 def _last(node: fx.Node) -> fx.Node:
-    """Returns the node that the output reads, at the end of the chain of single uses that starts at ``node``."""
+    """Follows ``node`` to its only user, and so on; returns the last node, which the output reads."""
     (user,) = node.users
     return node if user.op == "output" else _last(user)
 
 
 def _fitting(node: fx.Node, call: Call) -> Spec | None:
-    """Returns the `Spec` of an op, its rule at its shapes, None without a rule; an error of the rule names the source
-    line of ``node``.
+    """Returns the `Spec` of the op ``node`` by its rule, None if it has no rule. If the rule does not fit the op's
+    shapes, the error names the op's source line.
     """
     try:
         return spec_of(call)
@@ -353,8 +366,8 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """Returns node -> the layout needed of it, for each node that leads, through linear ops, only to one parameter's
-    gradient.
+    """Finds the nodes that lead, through linear ops, only to the gradient of one parameter. Returns node -> the layout
+    that it needs so that the gradient gets the parameter's compute layout.
 
     From that layout the gradient gets the parameter's compute layout; None if it cannot be derived.
 

@@ -16,7 +16,8 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class Objective:
-    """Scales tangents, so that the objective is the mean (or sum) of the ranks' losses; scales inputs' gradients back.
+    """Scales the gradients that enter a program, so that it differentiates the mean (or sum) of the ranks' losses;
+    scales the gradients of inputs back.
 
         %t = tangent                        %t = tangent
         %g = mm(%t, %w)                 ->  %t.scaled = mul(%t, 0.5)          (mean over 2 ranks)
@@ -65,8 +66,8 @@ class Objective:
         }
 
         def scaled_back(role: ir.Role, node: fx.Node) -> fx.Node:
-            """Returns the output ``node``; if it is the gradient of an input, scaled from a gradient of the objective
-            to one of this rank's own loss.
+            """Returns the output ``node``. If it is the gradient of an input, it is scaled so that it is a gradient of
+            this rank's own loss, not of the objective.
             """
             if role.kind != "grad" or role.name not in input_layouts:
                 return node
@@ -99,7 +100,8 @@ def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
 def unit_of(
     plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
 ) -> float:
-    """Returns the factor of `unit` for an input, given the plan's axes and the roles of the program's outputs.
+    """Returns the factor by which the gradient of an input with ``layout`` is scaled when it leaves the program (see
+    `unit`). ``outputs``: the roles of the program's outputs.
 
     Args:
         plan_axes: batch axes of the plan.

@@ -1,4 +1,4 @@
-"""Pad: grows sizes that the plan's axes do not divide to sizes that they divide.
+"""Pad: if an axis of the plan does not divide the size of a dim, the dim grows to a size that the axis divides.
 
 An op on padded operands also computes padded elements of its results. No true element of a result depends on these as
 long as each element is computed from its own operands' elements. Before a reduction, the padding is set to the
@@ -138,7 +138,7 @@ class _Padder(PaddedValues):
         return copy
 
     def _inputs(self) -> None:
-        """Pads the inputs whose sizes do not divide, and reshards each to its layout."""
+        """Pads each input that an axis of the plan does not divide, and inserts the reshard to its layout."""
         tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]
         for at, (layout, cause) in self.options.inputs.items():
             node = tensors[at]
@@ -153,8 +153,8 @@ class _Padder(PaddedValues):
             self.padded[node] = Padded(placed, padding, 0)
 
     def _param(self, node: fx.Node) -> None:
-        """Copies an ``unpad`` of a parameter; after the last one, records the padded form of a parameter that is split
-        for compute: the parameter itself, its cast, or its reshard.
+        """Copies the ``unpad`` node of a parameter. If ops compute with shards of the parameter, also records its
+        padded form, which they use: the parameter, its cast or its reshard.
         """
         self.plain[node] = self._copy(node)
         chain: list[Any] = [node]
@@ -168,8 +168,8 @@ class _Padder(PaddedValues):
         self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
 
     def _output(self, role: ir.Role, x: fx.Node) -> fx.Node:
-        """Returns the node of output ``x`` in the new graph: padded for the gradient of a padded parameter, else
-        unpadded.
+        """Returns the node in the new graph that takes the place of the output ``x``: padded if it is the gradient of a
+        padded parameter, else with true sizes.
         """
         layout = self.options.params.get(role.name) if role.kind == "grad" else None
         if layout is None:
@@ -186,7 +186,9 @@ class _Padder(PaddedValues):
     # --- ops
 
     def _tag(self, node: fx.Node) -> None:
-        """Copies a tag, on a padded value if the plan pins it to axes that do not divide its sizes."""
+        """Copies a tag (the marker of a named activation). If the plan's axes do not divide the activation's sizes, the
+        new tag reads it padded.
+        """
         source = node.args[0]
         assert isinstance(source, fx.Node)
         shape = ir.value(node).shape
@@ -242,7 +244,9 @@ class _Padder(PaddedValues):
             self.plain[node] = result
 
     def _getitem(self, node: fx.Node) -> None:
-        """Records ``node``, which reads one of several results of an op, as that result of the padded op."""
+        """Handles ``node``, a getitem that reads one result of an op with several: records the matching result of the
+        padded op.
+        """
         source, index = node.args
         results, paddings, filling = self.several[source]
         result = results[index] if isinstance(results, list | tuple) else self.call(getitem, results, index)
@@ -251,8 +255,8 @@ class _Padder(PaddedValues):
         self._keep(node, result, padding, filling)
 
     def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
-        """Returns factor (loop of the op) -> padding, for factors that can be padded; warns of operands padded along
-        others.
+        """Returns factor (loop of the op) -> padding, for the factors along which this op can compute with padded
+        operands. Warns of operands that are padded along other factors and have to be cut back.
         """
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
@@ -297,8 +301,8 @@ class _Padder(PaddedValues):
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)
 
     def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, padded_factors: Mapping[str, Runs]) -> fx.Node:
-        """Returns operand number ``at`` of an op (``x`` in the old graph), padded along ``padded_factors``; the padding
-        has the identity of the op's reductions.
+        """Returns operand number ``at`` of an op, padded along the factors in ``padded_factors``. Where the op reduces,
+        the padding holds the reduction's identity. ``x``: the operand in the old graph.
         """
         dims = spec.operands[at]
         padding = _padding(spec, dims, padded_factors)
@@ -330,8 +334,8 @@ class _Padder(PaddedValues):
         grown: list[Padding],
         results: list[Padding],
     ) -> Any:
-        """Emits op ``node`` at padded sizes by its rule's code for shard sizes; returns its result or results.
-        ``grown``, ``results``: padding of each operand and of each result.
+        """Emits the op ``node`` at padded sizes, through its rule's localize function; returns its result, or a list of
+        several. ``grown`` and ``results`` are the paddings of the operands and of the results.
 
         Args:
             operands: the padded operands.
@@ -353,8 +357,8 @@ class _Padder(PaddedValues):
 
 
 def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None) -> Padding:
-    """Returns the padding that brings a value of ``shape`` to the sizes of ``layout``; a dim that its present layout,
-    ``have``, splits is padded in each shard.
+    """Returns the padding by which a value of ``shape`` grows to the sizes of ``layout``. If its present layout,
+    ``have``, splits a dim that grows, the dim is padded in every shard.
 
     Args:
         have: layout of the value. A dim that it splits is padded in each shard: 2 x 8 rows to 2 x 9.
@@ -369,8 +373,8 @@ def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
-    """Returns the padding of an operand or result, given the factors of its ``dims`` and the padding of each factor
-    (``padded_factors``).
+    """Returns the padding of each dim of an operand or result. ``dims``: the factors of each dim; ``padded_factors``:
+    factor -> its padding.
     """
     return tuple(
         canonical_runs([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])

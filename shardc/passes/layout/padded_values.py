@@ -77,8 +77,8 @@ class Calls:
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
     def with_strides(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns (args, kwargs) of a call of ``target``, with copies of the tensors whose strides its rule does not
-        accept.
+        """Prepares the arguments of a call of ``target``: returns (args, kwargs), with a copy in place of each tensor
+        whose strides the kernel does not accept.
         """
         strides = strides_of(target)
         if strides == ANY:
@@ -90,8 +90,8 @@ class Calls:
         return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
 
     def _with_strides(self, x: Argument, old: object, strides: str) -> Argument:
-        """Returns ``x``, an argument of a call, in which tensors whose strides the kernel does not accept are copied;
-        ``strides`` says which it accepts, ``old`` is the argument in the trace.
+        """Returns the argument ``x`` of a call, with copies of tensors whose strides the kernel does not accept.
+        ``strides``: which it accepts (ANY, CONTIGUOUS, TRACED); ``old``: the argument in the trace.
         """
         if isinstance(x, (list, tuple)):
             olds = old if isinstance(old, (list, tuple)) and len(old) == len(x) else [None] * len(x)
@@ -99,8 +99,8 @@ class Calls:
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
-        """Returns ``x`` if its memory order is that of ``old`` in the trace (or, by ``strides``, contiguous), else a
-        copy in that order; a contiguous copy if it is unknown.
+        """Returns ``x`` in the memory order that ``old`` had in the trace: ``x`` itself or a copy. If the order is
+        unknown, it is contiguous. ``strides`` CONTIGUOUS: a contiguous ``x`` is accepted, too.
 
         Args:
             old: the operand in the traced graph; None if there is none.
@@ -121,7 +121,9 @@ class Calls:
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def val(self, node: fx.Node) -> Any:
-        """Returns the fake value of ``node``, which is created if it has none yet."""
+        """Returns the fake tensor of ``node``. If the node has none, one is created from its recorded shape and
+        dtype.
+        """
         if "val" not in node.meta:
             value = ir.value(node)
             with self.rewriter.fake_mode:
@@ -129,12 +131,14 @@ class Calls:
         return node.meta["val"]
 
     def shape(self, x: fx.Node) -> tuple[int, ...]:
-        """Returns the shape of the node ``x``."""
+        """Returns the shape of ``x`` in the new graph, padding included."""
         return tuple(self.val(x).shape)
 
 
 def _traced(x: object) -> Tensor | None:
-    """Returns the traced fake value of operand ``x``, or of the value below it if ``x`` is a marker; else None."""
+    """Returns the fake tensor that operand ``x`` had in the trace; None if it is not known. Markers are looked
+    through.
+    """
     while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
         x = x.all_input_nodes[0]
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
@@ -166,7 +170,9 @@ class PaddedValues(Calls):
         return self.plain[x]
 
     def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
-        """Returns the old node ``x`` with ``padding``, whose elements are set to ``filling`` if that is not None."""
+        """Returns the node of the new graph for the old node ``x``, padded to ``padding``. If ``filling`` is not None,
+        the padding holds this value.
+        """
         key = (x, padding, filling)
         if key not in self._nodes:
             padded = self.padded.get(x)
@@ -177,7 +183,8 @@ class PaddedValues(Calls):
         return self._nodes[key]
 
     def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
-        """Returns ``x`` with every padded run (sub-dim) of ``dim`` changed by ``change``, which sees runs as dims.
+        """Returns ``x`` with each padded run (sub-dim) of ``dim`` changed by ``change(value, dim of the run, run)``.
+        For this, ``dim`` is viewed as one dim per run.
 
         Args:
             runs: the sub-dims of ``dim``.
@@ -198,7 +205,7 @@ class PaddedValues(Calls):
         return x
 
     def _slice(self, x: fx.Node, dim: int, run: Run) -> fx.Node:
-        """Returns ``x`` without the padding of ``run``, which is a dim of its own, ``dim``, in ``x``."""
+        """Returns ``x`` without the padding at the end of its dim ``dim``, which is the run (sub-dim) ``run``."""
         return self.call(aten.slice.Tensor, x, dim, 0, run.true)
 
     def grown(self, x: fx.Node, padding: Padding) -> fx.Node:
@@ -232,8 +239,8 @@ class PaddedValues(Calls):
         return x
 
     def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
-        """Returns the mask of the padding of ``run``: bool [size, 1, ...], the size followed by ``below`` dims of size
-        1.
+        """Returns a bool mask, [size of ``run``, 1, ...], that is true at the padding of ``run`` (a sub-dim).
+        ``below``: number of dims of size 1 at its end.
         """
         key = ("past", run.size, run.true, device, below)
         if key not in self._nodes:
@@ -304,8 +311,8 @@ _VECTOR = 16  # bytes: the width of vectorized loads, which kernels use if strid
 
 
 def lies_like(x: Tensor, traced: Tensor | None) -> bool:
-    """Return whether a kernel that accepts the strides of ``traced`` accepts those of ``x``, of the same rank but maybe
-    other sizes.
+    """Return whether the strides of ``x`` are acceptable to a kernel that accepts those of ``traced``. Both have the
+    same number of dims; sizes may differ.
 
     If ``traced`` is contiguous (or None: unknown), ``x`` must be. Otherwise the dims must have the same memory order,
     a dim of stride 1 must keep it, strides must stay as aligned to vectors as they were, and no further dim may be
@@ -330,7 +337,9 @@ def lies_like(x: Tensor, traced: Tensor | None) -> bool:
 
 
 def memory_order(traced: Tensor | None) -> list[int]:
-    """Return the dims of ``traced`` in memory order, the slowest first; expanded dims are ordered as in a copy."""
+    """Return the dims of ``traced`` in memory order, the dim with the largest stride first; [] for None. Expanded dims
+    (stride 0) stand where a copy would have them.
+    """
     if traced is None:
         return []
     strides = torch.empty_like(torch.empty_strided(traced.shape, traced.stride(), device="meta")).stride()

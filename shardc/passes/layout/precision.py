@@ -61,7 +61,9 @@ class Precision:
         return gm
 
     def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
-        """Returns the gradient of parameter ``name`` after cast, reduction and cast."""
+        """Casts the gradient of parameter ``name`` to the dtype for reductions, reduces it, and casts it to the dtype
+        in which it is stored; returns the result.
+        """
         # If a gradient is computed in another dtype than the parameter's, its last op is autograd's cast.
         computed = node = grad.args[0] if grad.target is _CAST else grad
         stored, dtype, reduce = self.stored[name], ir.value(node).dtype, self.reduced[name]

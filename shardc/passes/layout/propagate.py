@@ -53,12 +53,14 @@ class Chooser(Protocol):
     """Interface of a layout chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        """Writes layouts on the nodes of ``graph``; returns output -> the layout in which the caller gets it."""
+        """Writes a layout on every value of ``graph``, and on every op the layouts that it needs of its operands.
+        Returns output -> the layout in which it leaves the graph.
+        """
 
 
 @dataclass(frozen=True)
 class Propagate:
-    """Gives every value a layout; ``Info.needs`` then says which reshards are missing.
+    """Gives every value a layout, and every op the layouts that it needs of its operands (``Info.needs``).
 
         %x: f32[8@dp,4]                     %x: f32[8@dp,4]
         %y = mm(%x, %w)                 ->  %y: f32[8@dp,2] = mm(%x, %w)     (needs [8@dp,4], [4,2])
@@ -99,7 +101,9 @@ def decide(node: fx.Node, strategy: Strategy) -> None:
 
 
 def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
-    """Turns a tag whose operand has layout ``source`` into a reshard to the layout that the plan pins."""
+    """Turns a tag (the marker of a named activation, with layout ``source``) into a reshard to the layout that the plan
+    pins.
+    """
     layout, cause = problem.pin_layout(node.kwargs["name"], source)
     record = ir.info(node)
     node.target, node.kwargs = ops.reshard, {}

@@ -33,8 +33,8 @@ class Reshard:
         rewriter = GraphRewriter(gm.graph)
 
         def at(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:
-            """Returns ``x`` at layout ``want``, resharded before its ``user``; for an output (None), right after ``x``.
-            The reshard's provenance names ``consumer``.
+            """Returns ``x`` at layout ``want``, through a reshard if it has another layout. The reshard stands before
+            ``user`` or, if that is None, right after ``x``. ``consumer``: name of the op that it is for.
             """
             if want is None or ir.layout(x) == want:
                 return x
@@ -60,7 +60,9 @@ class Reshard:
 
 
 def _after(x: fx.Node) -> fx.Node:
-    """Returns the first node before which a reshard of ``x`` may be inserted."""
+    """Returns the node before which a reshard of ``x`` is inserted: the first one after ``x`` that is neither a
+    placeholder nor an attribute.
+    """
     after = x.next
     while after.op in ("placeholder", "get_attr"):
         after = after.next

@@ -1,4 +1,6 @@
-"""`mark_saves`: writes on ops what the plan says about their results, if backward reads them (`shardc.save`)."""
+"""`mark_saves`: writes on each forward op whether its result is saved for backward, moved to the host until then, or
+recomputed, as the plan says (`shardc.save`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from shardc.validate import near
 
 
 def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
-    """Write policies of saved activations on the origins of forward ops (`Origin.region`, ``policy``, ``host``).
+    """Write on each forward op what the plan's policies say about its result: saved, on the host, or recomputed
+    (``region``, ``policy`` and ``host`` of its `Origin`).
 
     Checkpoint regions of the plan are numbered after those of the model; ops in a region of the model keep its number.
 
@@ -59,8 +62,8 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
 
 
 def _under(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:
-    """Return ``origin``, which has the earlier policies of an op, with ``policy`` applied, too; on a conflict the later
-    policy holds.
+    """Return ``origin``, the origin of an op to which the earlier policies were applied, after ``policy`` is applied,
+    too. If policies conflict, the later one holds.
 
     Args:
         policy: the policy.
@@ -101,7 +104,9 @@ def _in_memory(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:
-    """Raise PlanError if an entry of ``saves`` names an op that none of ``calls`` in the entry's modules calls."""
+    """Raise PlanError if an entry of ``saves`` names an op that is never called in the modules of the entry. ``calls``:
+    all forward ops of the graph.
+    """
     by_entry: dict[str, list[SavePolicy]] = {}
     for policy in saves:
         if policy.ops:

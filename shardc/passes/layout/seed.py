@@ -101,8 +101,8 @@ class Seed:
         self, rewriter: GraphRewriter, node: fx.Node, source: fx.Node, users: Sequence[fx.Node], seeded: ParamPlan,
         shape: Sequence[int], before: fx.Node,
     ) -> None:  # fmt: skip
-        """Inserts the reshard and ``unpad`` of ``source``, which is the parameter ``node`` or computed from its shard;
-        ``users`` then read the result.
+        """Inserts the reshard (gather) of ``source`` and the ``unpad`` after it; ``users`` then read the result.
+        ``source`` is the parameter ``node``, or is computed from the parameter's shard.
 
         Args:
             users: the nodes that read what is gathered.
@@ -178,8 +178,8 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node]]:
-    """Returns node -> its users, for each node that is gathered for ``param``: the parameter, its cast or its float8
-    forms. ``padded``: the parameter is stored padded.
+    """Returns what is gathered for ``param``, as node -> its users: the parameter, its cast to a smaller dtype, or its
+    float8 forms. ``padded``: whether the parameter is stored padded.
 
     These are its float8 forms, which are quantised on shards, and for other uses its cast to a smaller dtype if that is
     the only one, else the parameter.
@@ -196,7 +196,9 @@ def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node
 
 
 def _magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
-    """Returns the absolute values whose maximum scales a float8 form; () for another node."""
+    """Returns the node of the absolute values from which the scale of ``form``, a float8 form of a parameter, is
+    computed. Returns () if ``form`` is not a float8 form.
+    """
     if form.target is not QUANTISE:
         return ()
     magnitudes = form.args[1].args[0]
@@ -210,7 +212,9 @@ def _narrows(cast: fx.Node) -> bool:
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:
-    """Returns ``compute`` at the parameter's padded ``shape``; dims that change must be unsplit."""
+    """Returns the layout ``compute`` of a parameter with its sizes changed to ``shape``, the parameter's padded shape.
+    Dims that change must not be split.
+    """
     for dim, (have, want) in enumerate(zip(compute.shape, shape, strict=True)):
         if have != want:
             compute = _resize(compute, dim, want)

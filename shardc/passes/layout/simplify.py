@@ -50,7 +50,8 @@ class Simplify:
         return gm
 
     def _shorten(self, rewriter: GraphRewriter, node: fx.Node, reshards: dict[fx.Node, list[fx.Node]]) -> None:
-        """Lets a reshard start from an earlier value of its chain, or from another reshard of its source, if cheaper.
+        """Makes the reshard ``node`` start from a value with which it is cheaper: an earlier value of its chain of
+        reshards, or another reshard of the same value.
 
         Args:
             reshards: value -> its reshards so far, updated.
@@ -79,7 +80,9 @@ class Simplify:
 
 
 def _share_before_moves(graph: fx.Graph) -> None:
-    """Replaces equal reshards of several views of one value by one reshard of the value, which the views then read."""
+    """Replaces equal reshards of several views of one value by a single reshard of the value. The views then read that
+    reshard.
+    """
     groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[fx.Node]]]] = {}
     for node in graph.nodes:
         if node.target is ops.reshard:
@@ -106,7 +109,9 @@ def _share_before_moves(graph: fx.Graph) -> None:
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
-    """Returns (source of the views that ``node`` reshards, layout needed of it, the views in order)."""
+    """Follows the views before the reshard ``node`` back to their source; returns (source, the layout of it that gives
+    the reshard's result, the views in order).
+    """
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []
     while (spec := move_of(source)) is not None:
@@ -119,7 +124,9 @@ def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
 
 
 def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layout:
-    """Returns the layout that the view ``move`` among ``moves`` must have for ``node`` to get its own layout."""
+    """Returns the layout that ``move``, one of the views ``moves`` before the reshard ``node``, must have if the last
+    of them is to have the layout of ``node``.
+    """
     layout = ir.layout(node)
     for later in reversed(moves[moves.index(move) + 1 :]):
         spec = move_of(later)

@@ -91,7 +91,7 @@ class Reading:
 
     @property
     def reads_all(self) -> bool:
-        """Returns whether the value has all elements of ``source``, and zeros before and after them."""
+        """Returns whether this value is all of ``source`` with zeros around it."""
         return (self.begin, self.end) == (self.by, self.by + self.length)
 
     @property
@@ -101,14 +101,15 @@ class Reading:
         return self.size == self.length and (self.begin, max(self.begin, self.end)) == (ends[0], max(ends))
 
     def placed(self, at: Inserter, x: fx.Node) -> fx.Node:
-        """Returns ``x``, whose dims are in the order of those of ``source``, permuted to the order of this value's
-        dims; ``at`` inserts the node.
+        """Returns ``x``, permuted from the order of dims of ``source`` to the order of dims of this value. ``at``
+        inserts the permute.
         """
         return x if list(self.order) == sorted(self.order) else at.call(aten.permute.default, x, list(self.order))
 
 
 def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
-    """Yields ``node`` in terms of itself, of its operand, of the operand's operand, and so on, along ``dim``.
+    """Yields readings of ``node`` along ``dim``, which say where each element comes from: first in terms of ``node``
+    itself, then of its operand, then of that one's operand, and so on.
 
     It stops at the first op that is not a slice, a padding with zeros, a transpose or a copy.
     """
@@ -139,9 +140,8 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
 
 
 def furthest(fitting: Sequence[Reading]) -> Reading:
-    """Returns the first of ``fitting`` (readings of one value) that reads the same elements as the last one.
-
-    The ops between both are transposes and copies, which need not be undone.
+    """Returns the earliest reading in ``fitting`` that says the same as the last one. The ops between the two only
+    permute or copy, so that nothing needs to undo them.
     """
     last = fitting[-1]
     same = (last.by, last.begin, last.end, last.length)
@@ -162,7 +162,9 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
 
 
 def surrounded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Returns (value, dim, zeros before it) if ``node`` is that value, padded with zeros along one dim; else None."""
+    """Recognises a value with zeros around it along one dim: returns (value, dim, number of zeros before it); None if
+    ``node`` is something else.
+    """
     arguments = arguments_of(node) if hasattr(node.target, "_schema") else {}
     rank = len(ir.value(node).shape) if ir.is_tensor(node) else 0
     if node.target is aten.constant_pad_nd.default and not arguments.get("value", 0):
@@ -200,7 +202,9 @@ def is_zero(node: fx.Node) -> bool:
 
 
 def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
-    """Replaces ``node`` by a shift of another value, or by that value if it is equal; returns whether it did."""
+    """Replaces ``node`` if it is a shift of an earlier value along a dim, or equal to one; returns whether it was
+    replaced.
+    """
     piece, inner = sliced(node), surrounded(node)
     dim = piece[0] if piece is not None else inner[1] if inner is not None else None
     if dim is None:
@@ -217,7 +221,9 @@ def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
 
 
 def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a ``cat`` of a slice and a few other elements by a shift, which takes these in at one end."""
+    """Replaces a ``cat`` of a slice and a few other elements by a shift, in which the other elements come in at one
+    end.
+    """
     if _shift(rewriter, node) or len(node.args[0]) != 2:
         return
     shape, (first, second) = ir.value(node).shape, node.args[0]
@@ -253,7 +259,9 @@ def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def few(count: int, size: int) -> bool:
-    """Returns whether ``count`` of ``size`` elements are so few that they are sent alone, instead of gathering all."""
+    """Returns whether ``count`` is so small a part of the ``size`` elements of a dim that sending these elements is
+    better than gathering the dim.
+    """
     return _FEW * count <= size
 
 
@@ -295,10 +303,8 @@ def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[int, ...]] | None:
-    """Returns (the input ``x`` of a convolution as a `Reading`, (elements before, after, dilation, groups)) if it is
-    over one dim and keeps its size; else None.
-
-    Returns None unless the convolution is over one dim and keeps its size.
+    """Analyses a convolution: if it is over one dim and keeps its size, returns (its input ``x`` as a `Reading`,
+    (elements that its window reaches before, after, dilation, groups)); else None.
     """
     arguments = arguments_of(node)
     if len(ir.value(weight).shape) != 3 or len(ir.value(x).shape) != 3 or arguments.get("bias") is not None:

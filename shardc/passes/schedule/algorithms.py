@@ -44,7 +44,9 @@ class Algorithm(ABC):
 
     @abstractmethod
     def seconds(self, group: Group, x: Value) -> float:
-        """Returns the predicted seconds on ``group`` for a local tensor of type ``x``; inf if it does not apply."""
+        """Returns the predicted seconds of this algorithm among the ranks of ``group``, for a local tensor of type
+        ``x``. Returns inf if the algorithm cannot be used for it.
+        """
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
@@ -93,7 +95,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Insertion points for an algorithm's nodes: before the replaced collective, and before its wait.
+    """The places where an algorithm inserts its nodes in place of a collective: one before the collective, one before
+    its wait.
 
     Nodes that start a collective go to the first, nodes that use its result to the second, so that compute between the
     two still overlaps with it.
@@ -117,7 +120,9 @@ class Spelling:
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
-        """Inserts a call of ``target`` before the wait and returns it."""
+        """Inserts a call of ``target`` before the collective's wait, where nodes go that use the result; returns the
+        call.
+        """
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:
@@ -126,7 +131,9 @@ class Spelling:
         return self.rest(target, pieces, dims, **kwargs)
 
     def behind(self) -> Spelling:
-        """Returns the insertion points of a second collective that starts once the first has arrived."""
+        """Returns the places for a second collective, which starts after the first one has arrived: both are before the
+        wait.
+        """
         return replace(self, node=self.wait)
 
 
@@ -156,7 +163,7 @@ class Native(Algorithm):
 
 
 class _Exchanged(Algorithm):
-    """Base of the algorithms that run a collective as an all-to-all: their predicted seconds."""
+    """Base of the algorithms that send the data of a collective by an all-to-all, and are priced like it."""
 
     def seconds(self, group: Group, x: Value) -> float:
         """Returns the predicted seconds of the all-to-all."""
@@ -169,7 +176,9 @@ class ExchangedScatter(_Exchanged):
     kind = "reduce_scatter"
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts the all-to-all and the local reduction; returns the reduced chunk."""
+        """Inserts an all-to-all of chunks of ``x`` and the local reduction of the received chunks. Returns the reduced
+        chunk of this rank.
+        """
         ranks, shape = at.group.ranks, value(x).shape
         sizes = [shape[0] // ranks] * ranks
         pieces = at.start(c10d.all_to_all_single.default, x, sizes, sizes, at.group.name)

@@ -39,7 +39,7 @@ _DIRECT = {
 
 @dataclass(frozen=True)
 class ByLink:
-    """Sizes of buckets by the links of their groups: latency is a twentieth of a bucket's time.
+    """Chooses a bucket size for each process group by its links, so that latency is a twentieth of a bucket's time.
 
     A bucket holds at most one repeated block of the model, so that the first gather is not later than with a unit per
     block (FSDP2), and at most a sixty-fourth of a rank's memory.
@@ -63,8 +63,8 @@ class ByLink:
         return {node: min(link[_kind(node)], largest.get(_kind(node), link[_kind(node)])) for node in collectives}
 
     def _by_latency(self, node: fx.Node) -> int:
-        """Returns the size in bytes of a bucket for the collective ``node``, at which latency is a twentieth of its
-        time; at most a sixty-fourth of memory.
+        """Returns the size in bytes of a bucket of collectives like ``node`` at which latency is a twentieth of the
+        time, at most a sixty-fourth of a rank's memory.
         """
         where = route(self.mesh, group_of(node, self.mesh)[0], self.hardware.node)
         latency = price(self.hardware, str(collective_kind(node)), where, 0.0).seconds
@@ -102,7 +102,8 @@ def _kind(node: fx.Node) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Fuses collectives where dependences allow, by size and by where their values are needed.
+    """Fuses collectives of the same kind into larger ones, up to a size in bytes and without delaying any use of their
+    results.
 
         %a = all_gather(%w0)                %ab = all_gather_coalesced([%w0, %w1])
         %b = all_gather(%w1)            ->  %a, %b = getitem(%ab, 0), getitem(%ab, 1)
@@ -180,8 +181,8 @@ class Bucket:
         return every
 
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
-        """Fuses the members of a bucket into one coalesced collective, whose results the members' waits then read; adds
-        its position to ``priority``.
+        """Replaces the collectives of a bucket by one coalesced collective, and sets the new node's position in
+        ``priority``. The old waits read its results.
         """
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: OpOverload = (_DIRECT if self.direct else _NATIVE)[first.target]
@@ -223,7 +224,9 @@ class _Open:
         return max(self.first, self.ready + 0.5)
 
     def takes(self, other: _Open, limit: int) -> bool:
-        """Returns whether ``other`` can join: the bytes stay within ``limit``, and all inputs precede the first use."""
+        """Returns whether the bucket ``other`` can join this one: together they have at most ``limit`` bytes, and all
+        inputs are there before the first use of a result.
+        """
         fits = limit < 0 or self.size + other.size <= limit
         place = max(self.first, self.ready + 0.5, other.ready + 0.5)
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)

@@ -54,7 +54,8 @@ class PlanMemory:
         return gm
 
     def _slots(self, node: fx.Node, at: int) -> list[Slot]:
-        """Returns the slots of the collective ``node`` at position ``at``: of its results, then of its messages.
+        """Returns the memory slots that a collective needs: one for each result, then those for its messages. ``at``:
+        the position of ``node`` in the graph.
 
         Their lifetimes begin and end at ``at``; `_plan` sets them.
         """
@@ -122,7 +123,9 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
 
 
 def _names(node: fx.Node) -> list[str]:
-    """Returns the names of the results of ``node``: those of the getitems that read them."""
+    """Returns the name of each result of a collective: the name of the getitem that reads it or, without one, a
+    numbered name.
+    """
     items = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     return [items.get(at, f"{ir.info(node).name}.{at}") for at in range(len(node.meta["val"]))]
 

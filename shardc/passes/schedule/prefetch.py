@@ -1,4 +1,5 @@
-"""Prefetching: the ops that may move to an earlier place with a gather, and the plan's prefetch entries.
+"""Prefetching of gathers: which ops can move to an earlier place together with a gather, and where the plan's prefetch
+entries put gathers.
 
 A parameter that is moved to the device, cast, padded or transposed before its gather delays that gather no more than an
 input does: buckets and the schedule may move such a collective to an earlier place, and its ops with it. Entries of the
@@ -27,10 +28,10 @@ SMALL = 1 << 16  # bytes
 
 
 def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Returns the ops that may move ahead with a gather: moves to the device, maxima that scale float8 weights, the
-    waits of both, and ops before gathers.
+    """Returns the ops that can be moved to an earlier place together with a gather, since they depend on inputs alone:
+    moves to the device, casts before gathers, float8 maxima, and the waits of these.
 
-    They depend on inputs alone, so they can stand anywhere before their use. Matrix products and collectives are never
+    They can stand anywhere before their use. Matrix products and collectives are never
     among them. Ops before a collective count only if nothing else reads their results (small ones excepted), and if
     these have at most twice the bytes of its own result, since they are held longer when it is prefetched.
     """
@@ -59,16 +60,17 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _is_maximum(start: fx.Node) -> bool:
-    """Returns whether ``start`` starts an all-reduce of few numbers to their maximum, as float8 scales of
-    weights need.
+    """Returns whether ``start`` starts a small all-reduce of a maximum, as it is needed for the float8 scales of
+    weights.
     """
     small = result_bytes(start) <= SMALL
     return small and collective_kind(start) == "all_reduce" and arguments_of(start)["reduce_op"] == "max"
 
 
 def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> set[fx.Node] | None:
-    """Returns the ops that lead to the collective ``start`` from inputs or from ``free``, the ops that are prefetchable
-    already; None if something else reads large results of theirs or, unless ``any_size``, if they are too large.
+    """Returns the ops before the collective ``start`` that can move together with it, back to inputs or to ops in
+    ``free`` (which can move already). Returns None if these ops hold too many bytes (unless ``any_size``) or something
+    else reads their results.
     """
     ops: set[fx.Node] = set()
     left = inf if any_size else max(SMALL, 2 * result_bytes(start))
@@ -88,9 +90,7 @@ def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> s
 
 
 def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
-    """Sets the ``priority`` (position in the new order) of each op of ``free`` to just before that of its first user,
-    in place.
-    """
+    """Moves each op in ``free`` to just before its first user: changes its position in ``priority``, in place."""
     for node in reversed(graph.nodes):
         if node in free:
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
@@ -107,8 +107,8 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Sets the ``priority`` of each gather that ``entries`` name to just before the first op of its entry's module, in
-    place; returns (entry, gather, that op) of each.
+    """Moves each gather that an entry names to just before the first op of the entry's module, by its position in
+    ``priority``. Returns (entry, gather, that first op) of each.
 
     Args:
         priority: position of each node in the new order, changed in place.

@@ -86,13 +86,15 @@ def _of_several(node: fx.Node) -> bool:
 
 
 def _sent(item: fx.Node) -> object:
-    """Returns the input of a coalesced collective that belongs to its result ``item``."""
+    """Returns the input of a coalesced collective from which its result ``item``, a getitem, is computed."""
     bucket: Any = item.args[0]
     return bucket.args[0][item.args[1]]
 
 
 def _keep_positions(numbers: list[int], node: fx.Node) -> None:
-    """Removes the inputs of a coalesced collective at other positions than ``numbers``, and their results."""
+    """Removes inputs and results of the coalesced collective ``node``; only those at the positions ``numbers``
+    remain.
+    """
     tensors: Any = node.args[0]
     if len(numbers) == len(tensors):
         return

@@ -18,7 +18,7 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class Sum:
-    """The accumulator of one parameter's unreduced gradients.
+    """An accumulator: the sum, on each rank, of gradients of one parameter that are not yet reduced between ranks.
 
     Args:
         name: the parameter.
@@ -35,7 +35,8 @@ def deferred_reduction(
     sums: Sequence[Sum], storages: Mapping[str, Layout], dtypes: Mapping[str, torch.dtype], fake_mode: FakeTensorMode,
     device: torch.device,
 ) -> fx.GraphModule:  # fmt: skip
-    """Returns the graph that takes the accumulators ``sums`` and returns the reduced gradient of each parameter.
+    """Returns a graph that reduces accumulated gradients between ranks. Its inputs are the accumulators ``sums``, its
+    outputs the reduced gradient of each parameter.
 
     It is a graph as after ``reshard``: a placeholder (role "accumulated") for each sum, an output for each parameter.
 

@@ -20,7 +20,7 @@ from shardc.plan.entries import Prefetch
 
 @dataclass(frozen=True)
 class Schedule:
-    """Starts collectives and moves early and waits for them late; the values are the same.
+    """Starts each collective, and each move between host and device, as early as limits allow, and waits for it late.
 
         %a = all_gather(%w1)                %a = all_gather(%w1)
         %wa = wait(%a)                      %y = mm(%x, %w0)
@@ -102,8 +102,8 @@ class Schedule:
     def _prefetch(
         self, gathers: list[fx.Node], uses: dict[fx.Node, float], priority: dict[fx.Node, float], first: float
     ) -> None:
-        """Sets the ``priority`` of each gather, in place, to just after the first use of an earlier one, so that at
-        most the limit is in flight; to ``first`` if it may start at once.
+        """Sets the start of each gather by its position in ``priority``, in place: just after the first use of an
+        earlier gather, so that the bytes in flight stay within the limit, or at ``first``.
 
         Args:
             gathers: the gathers to prefetch.
@@ -169,8 +169,8 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
 def _drain(
     graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float], limit: int
 ) -> None:
-    """Sets the ``priority``, in place, of the waits of collectives whose results only leave the graph, so that at most
-    ``limit`` bytes of these are in flight.
+    """Sets where to wait for collectives whose results only leave the graph (such as reduced gradients), so that at
+    most ``limit`` bytes of them are in flight. Changes the waits' positions in ``priority``, in place.
 
     Each is waited for after the start of a later such collective, at the earliest the next one; the last ones at the
     end. A second reduction, or a move to the host, starts when the next collective does.

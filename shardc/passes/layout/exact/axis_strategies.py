@@ -76,7 +76,8 @@ def slot_of(node: fx.Node) -> Slot:
 
 @dataclass
 class Closure:
-    """Strategies of all ops over one axis, closed under propagation: a strategy of an op adds some to its neighbours.
+    """Collects the strategies of all ops over one mesh axis. Layouts spread through the graph: a strategy of an op
+    gives layouts to its operands and results, and these suggest strategies of neighbouring ops.
 
     Args:
         graph: the joint graph.
@@ -131,21 +132,23 @@ class Closure:
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
-        """Returns those of ``ways`` (strategies of one op) that send rows to experts as the plan requires; all if none
-        does.
+        """Returns those of an op's strategies (``ways``) that send rows to experts as the plan requires. If none does,
+        returns all.
         """
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
 
     def _major(self, length: int, size: int) -> Digits:
-        """Returns the digits of a dim of ``length`` elements of which each of the ``size`` ranks along the axis has one
+        """Returns the digits of a dim of ``length`` elements if each of the ``size`` ranks along the axis holds one
         contiguous chunk.
         """
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
 
     def _add(self, slot: Slot, layout: Layout) -> None:
-        """Records ``layout`` for the value ``slot`` and queues it, if it is new."""
+        """Records ``layout`` as a possible layout of a value. A new layout is queued, to spread to other ops. ``slot``:
+        the value, as (op, position among its results).
+        """
         have = self.layouts.setdefault(slot, {})
         if layout not in have and layout.axes:
             have[layout] = None
@@ -165,8 +168,8 @@ class Closure:
                 self._learn_routed(node, spec, dict(split))
 
     def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
-        """For an op that sends rows to experts: adds strategies that split the rows as in ``split`` and the experts as
-        a strategy so far does, or the reverse.
+        """Adds strategies of an op that sends rows to experts, in which the axis splits rows and experts together: one
+        is split as in ``split``, the other as in a known strategy.
         """
         if spec.routed is None:
             return
@@ -179,7 +182,9 @@ class Closure:
                     )
 
     def _learn(self, node: fx.Node, spec: Spec, way: AxisStrategy) -> None:
-        """Adds strategy ``way`` to ``node``, and its layouts to the operands and results."""
+        """Adds the strategy ``way`` to the op ``node``, and the layouts that it implies to the op's operands and
+        results.
+        """
         if way in self.ways[node]:
             return
         self.ways[node][way] = None
@@ -213,8 +218,8 @@ def laid_out(
 
 
 def _first(spec: Spec) -> list[str]:
-    """Returns the factors (loops of its rule) from which splits of an op start: those that are the major one of some
-    dim.
+    """Returns the factors (loops of an op's rule) that may be split first, before any layout is known: each is the
+    major factor of some dim.
 
     Pointwise ops and views start none; they follow the ops around them.
     """
@@ -224,8 +229,8 @@ def _first(spec: Spec) -> list[str]:
 
 
 def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
-    """Returns each set of operand positions that contains ``at`` and for which pending reductions by ``op``, one in
-    each of these operands, pass through to the results.
+    """Returns sets of operand positions, each with ``at``: if the operands of one set are all pending reductions by
+    ``op``, the reduction passes through to the results.
     """
     sets = [operands for operands in spec.linear if at in operands]
     if spec.moves and at == 0 and frozenset({0}) not in sets:
@@ -234,20 +239,23 @@ def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
 
 
 def _alone(layout: Layout, axis: str) -> Layout:
-    """Returns ``layout`` restricted to ``axis`` and its parts."""
+    """Returns ``layout`` without what it does with other axes: only ``axis`` and its parts still split dims or carry
+    pending reductions.
+    """
     mine = [a for a in layout.axes if split_part(a)[0] == axis]
     others = [a for a in layout.axes if a not in mine]
     return layout.unbind(others).without_partial(others)
 
 
 def _result_indices(node: fx.Node) -> list[int]:
-    """Returns the positions of those results of ``node`` that are tensors."""
+    """Returns the positions of the op's results that are tensors (others have no layout)."""
     return [at for at, value in enumerate(ir.info(node).values) if value is not None]
 
 
 @lru_cache(maxsize=1 << 12)
 def combine_axes(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], ...]) -> tuple[Strategy, ...]:
-    """Returns the distinct strategies that combine one single-axis strategy for each axis.
+    """Returns the strategies over the whole mesh: each combines one strategy per axis. ``ways`` has the strategies over
+    each axis alone.
 
     If two axes split the same digit, the later one in mesh order is nested under the earlier one.
 
@@ -304,6 +312,8 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
 
 
 def _spans(digits: Digits) -> list[tuple[int, int, str]]:
-    """Returns (stride times radix, stride, axis) of each digit that is bound to an axis, the most major first."""
+    """Returns the range of index that each split digit covers, the major digit first: (stride times radix, stride,
+    axis).
+    """
     below = strides(digits)
     return [(at * d.radix, at, d.axis) for d, at in zip(digits, below, strict=True) if d.axis is not None]

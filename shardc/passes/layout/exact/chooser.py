@@ -150,7 +150,8 @@ class LayoutProblem:
         return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
-        """Writes a solution's layouts and needs on the nodes; returns output -> the layout in which the caller gets it.
+        """Writes a solution on the graph: a layout on each value, and on each op the layouts that it needs of its
+        operands. Returns output -> the layout in which it leaves the graph. ``labels``: one per variable.
 
         It may be called again with another solution.
 
@@ -175,7 +176,9 @@ class LayoutProblem:
     # --- variables
 
     def _seeds(self) -> dict[Slot, list[Layout]]:
-        """Returns value -> its layouts that are fixed at the graph's boundary, from which strategies are enumerated."""
+        """Returns value -> layouts that are given for it: those of inputs, outputs and pinned activations. The search
+        for strategies of ops starts from these.
+        """
         seeds: dict[Slot, list[Layout]] = {}
         for node, layout in (*self.outside.fixed.items(), *self.outside.pinned.items()):
             seeds.setdefault((node, 0), []).append(layout)
@@ -207,7 +210,9 @@ class LayoutProblem:
         return self.weights.of(node) * costs
 
     def _memory(self, node: fx.Node) -> Table | float:
-        """Returns the bytes on a rank that each of a node's strategies holds through the step."""
+        """Returns the bytes that a node keeps on each rank for a whole step, one number per strategy or one for all.
+        Here it is 0; subclasses count parameters.
+        """
         return 0.0
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
@@ -232,8 +237,8 @@ class LayoutProblem:
         return combined + self._fitting(node, spec, combined)
 
     def _fitting(self, node: fx.Node, spec: Spec, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Returns strategies, other than those in ``combined``, that take the fixed operand layouts as they are:
-        `combine_axes` does not enumerate every nesting of axes.
+        """Returns further strategies that take the operands in exactly the layouts that are fixed for them. They are
+        not in ``combined``, which does not have every nesting of axes.
         """
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
@@ -296,7 +301,7 @@ class LayoutProblem:
         return False
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Hook for subclasses: returns (value, `Use`) for uses by variables that are not an op's strategy, such as
+        """Hook for subclasses. Returns (value, `Use`) for uses by something that is not an op, such as a choice of
         storage layouts.
         """
         return []
@@ -393,8 +398,8 @@ class OpenLayoutProblem(LayoutProblem):
     # --- the problem
 
     def _start(self) -> None:
-        """Collects the layouts left open by the plan: those of open parameters, and of inputs and outputs whose dim 0
-        is the batch; they are no longer fixed.
+        """Lists the possible layouts of what the plan leaves open: open parameters, and inputs and outputs whose dim 0
+        is the batch. Their present layouts are no longer fixed.
         """
         self.storages: dict[fx.Node, list[Stored]] = {}
         self.rows: dict[fx.Node, list[Layout]] = {}
@@ -417,8 +422,8 @@ class OpenLayoutProblem(LayoutProblem):
         self.batch_variable = self.builder.add_variable(np.zeros(max(len(self.free.batch), 1)))
 
     def _tied_outputs(self, sizes: set[int]) -> None:
-        """Collects, for each choice of batch axes, the layouts of each output and of its tangent: split over these axes
-        if its dim 0 has one of ``sizes`` (those of the batch), else replicated.
+        """Lists the layouts of each output and of its tangent, one for each choice of batch axes. An output is split
+        over these axes if the size of its dim 0 is in ``sizes`` (the batch's), else it is replicated.
         """
         by_index: dict[int, list[Layout]] = {}
         for role, node in ir.outputs(self.graph):
@@ -438,8 +443,8 @@ class OpenLayoutProblem(LayoutProblem):
             ]
 
     def _seeds(self) -> dict[tuple[fx.Node, int], list[Layout]]:
-        """Returns value -> layouts from which strategies are enumerated: those of the base class, and those that split
-        the batch.
+        """Returns value -> layouts from which the search for strategies starts. To those of the base class it adds
+        layouts of inputs that split the batch.
         """
         return super()._seeds() | {(node, 0): rows for node, rows in self.rows.items()}
 
@@ -454,8 +459,8 @@ class OpenLayoutProblem(LayoutProblem):
         return super()._options(node)
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
-        """Returns the predicted seconds for each of ``options``, the strategies of ``node``; for an open parameter, of
-        its gathers.
+        """Returns the predicted seconds of each of the strategies ``options``. For a parameter whose layouts are open,
+        these are the seconds of gathering it.
         """
         if node not in self.storages:
             return super()._costs(node, options)
@@ -464,8 +469,8 @@ class OpenLayoutProblem(LayoutProblem):
         return self.weights.of(node) * self.weights.gather * GATHERS * np.array(gathers)
 
     def _memory(self, node: fx.Node) -> Table | float:
-        """Returns the bytes on a rank for each of a node's strategies: of an open parameter those of its shard, its
-        gradient and optimizer states.
+        """Returns the bytes that a node keeps on each rank, for each of its strategies. For a parameter whose layouts
+        are open, these are the bytes of its shard, gradient and optimizer state.
         """
         if node not in self.storages:
             return super()._memory(node)
@@ -487,8 +492,8 @@ class OpenLayoutProblem(LayoutProblem):
         return list(out)
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Returns (value, `Use`) for gradients, used by their parameters' storage, and for outputs, used in the batch's
-        layout.
+        """Returns (value, `Use`) for values that leave the graph: gradients, which need the storage layouts of their
+        parameters, and outputs, which need layouts by the batch axes.
         """
         uses = []
         for grad, param in self.param_of.items():
@@ -498,7 +503,7 @@ class OpenLayoutProblem(LayoutProblem):
         return uses
 
     def _finish(self) -> None:
-        """Adds pair costs that force all inputs to the chosen batch axes."""
+        """Adds pair costs of inf that forbid an input to be split over other axes than the chosen batch axes."""
         for node in self.rows:
             tie = np.where(np.eye(len(self.free.batch), dtype=bool), 0.0, np.inf)
             self.builder.pairs.append((self.batch_variable, self.variable[node], tie))
@@ -518,7 +523,9 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
 
 
 def _rows(layout: Layout, axes: Sequence[str]) -> Layout:
-    """Returns ``layout`` with dim 0 split over ``axes``; unchanged if their sizes do not divide it."""
+    """Returns ``layout`` with dim 0 split over ``axes``. If the sizes of the axes do not divide dim 0, returns it
+    unchanged.
+    """
     split: Layout | None = layout
     for axis in axes:
         split = split.split(0, axis) if split is not None and layout.ndim else split

@@ -35,7 +35,7 @@ from shardc.passes.op_calls import operands_of
 
 @dataclass(frozen=True)
 class Traffic:
-    """Memory traffic of an op under fusion.
+    """What an op reads from and writes to memory. Ops that are fused with it pass their values in registers.
 
     Args:
         reads: positions of the operands that it reads from memory.
@@ -83,7 +83,8 @@ def _traffic_per_op(
     roots: dict[fx.Node, fx.Node],
     readers: dict[fx.Node, set[int]],
 ) -> Iterator[tuple[fx.Node, Traffic]]:
-    """Yields (op, its `Traffic`) for each op in ``order``, given the runs of fused ops that the ops are in.
+    """Yields (op, its `Traffic`) for each op in ``order``. ``runs`` says which ops are fused into one kernel; within a
+    kernel, only the first reader of a value reads it from memory.
 
     Args:
         order: (op, number of its run), in graph order.
@@ -139,8 +140,8 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
 
 
 def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns a table [from, to] of the seconds of the cheapest way from each of ``layouts`` to each other, by way of
-    others of them.
+    """Returns a table [from, to] of the predicted seconds to reshard between any two of ``layouts``, by the cheapest
+    way, which may lead over others of them.
     """
     table = _direct(layouts, itemsize, cost)
     for middle in range(len(layouts)):
@@ -149,8 +150,8 @@ def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 
 
 def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns a table [from, to] of the seconds to reshard each of ``layouts`` to each other directly; inf if that
-    takes another layout in between.
+    """Returns a table [from, to] of the predicted seconds to reshard between any two of ``layouts`` directly. The entry
+    is inf if this needs another layout in between.
 
     A direct reshard has changes of one kind, or slices, reduce-scatters and all-reduces in their cheapest order. These
     are independent, so any order is possible. A gradient is scattered over one axis, then its shard is reduced over
@@ -223,8 +224,8 @@ def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """Returns (the axis parts that ``layouts`` use, int array [layout, part]: a code for what the layout does with the
-    part).
+    """Returns (the axis parts that occur in ``layouts``, int array [layout, part]). An entry is a code that says what
+    the layout does with the part: split a dim, a pending reduction, or nothing.
 
     A code is 0 for replicated, negative for a pending reduction, and positive for a split, equal for equal places.
     """

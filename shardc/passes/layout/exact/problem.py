@@ -44,7 +44,9 @@ class Use:
 
 @dataclass(frozen=True)
 class Label:
-    """A label of a value's variable: the layout in which it is produced, and further ones that several uses share."""
+    """A label (choice) for a value: the layout in which its op produces it, and further layouts to which it is
+    resharded once for several uses.
+    """
 
     produced: Layout
     shared: tuple[Layout, ...] = ()
@@ -90,7 +92,8 @@ class Builder:
     def add_value(
         self, maker: int, produced: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, memory: float = 0.0
     ) -> tuple[int, tuple[Label, ...]]:
-        """Adds the variable of a value, with its costs and those of its pairs; returns (its number, its labels).
+        """Adds a variable for a value, with its costs and its pair costs with the op that makes it and the ops that use
+        it. Returns (number of the variable, its labels).
 
         Args:
             maker: number of the variable of the op that produces the value.
@@ -125,8 +128,8 @@ def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts
 def _value(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
-    """Returns (labels of a value, seconds of each label, pair costs with each of ``uses``) of a value that an op
-    produces in the layouts ``produced``.
+    """Returns (labels of a value, seconds of each label, pair costs with each of ``uses``). ``produced``: the layouts
+    in which the value's op may produce it.
 
     Args:
         produced: the layout in which each label of the op produces the value.
@@ -146,8 +149,8 @@ def _value(
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """Returns (labels of a value, seconds of each, tables of each use), for distinct ``layouts`` in which it is
-    produced.
+    """Returns (labels of a value, seconds of each label, tables of costs for each use). ``layouts``: the distinct
+    layouts in which the value may be produced.
 
     The tables of a use are the seconds [class of labels, needed layout] and the class of each label: labels of one
     class cost the use the same.
@@ -184,8 +187,8 @@ def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
 def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
-    """Enumerates the labels of a value; returns, for each label, (the row in ``moves`` of the layout in which it is
-    produced, the columns of the further layouts that uses share).
+    """Enumerates the labels of a value. Returns, for all labels, (rows of ``moves``: the layout in which the value is
+    produced, lists of columns: layouts that several uses share).
 
     Only reshards that two uses may need are shared, at most half as many as there are uses, and at most two.
 
