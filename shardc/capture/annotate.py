@@ -238,8 +238,8 @@ def _drop_effects(graph: fx.Graph) -> None:
 
 
 def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
-    """Return the first node of the backward: it depends on a tangent or comes from autograd, and no forward output
-    needs it (``needed`` has the nodes that they need).
+    """Return the first node of the backward. Such a node depends on a tangent or comes from autograd, and is not in
+    ``needed`` (the nodes on which forward outputs depend).
 
     None if there is none.
     """

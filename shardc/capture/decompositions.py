@@ -299,7 +299,7 @@ FROM_TORCH = tuple(
 def _mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Returns a mean, computed as a sum and a quotient."""
+    """Computes ``mean`` as a sum and a quotient."""
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     count = prod(x.shape[d] for d in dims if x.ndim)
     return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)

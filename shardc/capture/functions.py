@@ -267,7 +267,8 @@ def _copied(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 def _gradient(
     step: fx.Graph, carries: int, loop: fx.Node, decompositions: Mapping[Any, Callable[..., object]]
 ) -> fx.Graph:
-    """Trace the gradient of one step of the while loop ``loop``; return its graph.
+    """Trace the gradient of one step of the while loop ``loop``, given the graph ``step`` and its number of
+    ``carries``; return the graph of the gradient.
 
     Its arguments are the gradients of the step's results, the sums of gradients of the rest so far, the carries before
     the step, and the rest. It returns the gradients of the carries before the step, and the sums with its terms added.
@@ -280,7 +281,9 @@ def _gradient(
     run.recompile()
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of one step; arguments and results are those of the graph."""
+        """Compute the gradients of one step; the arguments and results are those of the traced graph (see
+        `_gradient`).
+        """
         grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
 
         def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 @dataclass(frozen=True)
 class _Index:
-    """The index tensor of one dim of a lookup.
+    """The index tensor of one dim of a lookup's table, and whether it reads that dim in order.
 
     Args:
         node: the index tensor.
@@ -169,9 +169,9 @@ class _Lookup:
         return [dim for dim in range(len(self.shape)) if dim not in places]
 
     def _entries(self, ordered: Sequence[int], other: int, rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Insert ops that compute the index of a ``gather`` along the table's dim ``other``, and return the last node.
-
-        The index has the dims of the ranges (``ordered``), then ``rest`` as one dim, then ``tail``.
+        """Insert ops that compute the index of a ``gather`` along the table's dim ``other``; return the last node. The
+        index has the dims that are read in order (``ordered``), then ``rest`` as one dim, then ``tail``, the dims
+        without an index.
         """
         index, size = self.indices[other].node, self.table[other]
         if index.meta["val"].dtype != torch.int64:
@@ -192,8 +192,8 @@ class _Lookup:
         )
 
     def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Insert ops that bring ``x``, the result of a ``gather`` by `_entries`, to the dims of the lookup's result,
-        and return the last node.
+        """Insert ops that bring ``x``, the result of a ``gather`` by `_entries`, to the dims of the lookup's result;
+        return the last node. ``ordered``, ``rest`` and ``tail`` are those of `_entries`.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` as one dim, then the tail.
@@ -206,8 +206,8 @@ class _Lookup:
         return self._call(aten.permute.default, x, dims)
 
     def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
-        """Insert ops that bring ``x`` to the dims of the lookup's result, and return the last node. A dim over which
-        ``x`` does not vary has size 1.
+        """Insert ops that bring ``x`` to the dims of the lookup's result; return the last node. Dims over which ``x``
+        does not vary have size 1. ``ordered`` and ``rest`` are those of `_entries`.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` if there are other indices, then the tail.

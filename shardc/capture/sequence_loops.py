@@ -1,4 +1,4 @@
-"""Loops over the places or pieces of a sequence, which Dynamo unrolls, written as scans.
+"""Rewrites loops over the elements, or equal pieces, of a sequence as scans. (Dynamo unrolls such loops.)
 
     for t in range(n):                          scan(step, [state], [x.movedim(1, 0)])
         state = f(state, x[:, t])        ->
@@ -123,8 +123,8 @@ class _Order:
         self._keys = [_key(node) for node in self.calls]
 
     def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
-        """Find equal distances between calls that use consecutive slices. Yield (position of the call that uses the
-        last slice, distance) for each.
+        """Find calls at equal distances that use the slices ``nodes`` one after the other. Yield (position of the call
+        that uses the last slice, distance) for each such row of calls.
 
         The use of the first slice may be elsewhere.
 
@@ -550,8 +550,8 @@ class _At:
         self.call(operator.setitem, series.source, WHOLE, x)
 
     def collected(self, collector: fx.Node, every: fx.Node) -> fx.Node:
-        """Insert calls that compute the result of ``collector``, a stack or concatenation, and return it. ``every`` has
-        the values to collect, stacked along dim 0.
+        """Insert calls that compute the result of ``collector``, a stack or concatenation; return the last node.
+        ``every`` has the values to collect, stacked along dim 0.
         """
         dim = arguments(collector, "tensors", "dim").get("dim", 0)
         joins = collector.target in _JOINS

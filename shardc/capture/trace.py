@@ -111,7 +111,7 @@ class CaptureOnce:
         dtypes: Dtypes,
         lengths: Collection[int] = (),
     ) -> Captured:
-        """Return the captured model, from the cache after an equal call. Arguments are those of `capture`."""
+        """Return the captured model. After an equal call it comes from the cache; arguments are those of `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         tensors = (*model.named_parameters(), *model.named_buffers())
         inputs = [_metadata(x) if isinstance(x, Tensor) else repr(x) for x in leaves]

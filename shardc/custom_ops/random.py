@@ -1,4 +1,5 @@
-"""Random numbers that do not depend on the mesh: hashes of a key, the draw's number and the element's global index.
+"""Random numbers that do not depend on the mesh: each is a hash of the step's key, the number of the draw and the
+element's global index.
 
 ``shardc_random::key`` is the key of the step, a number that the runtime passes in, the same on all ranks.
 ``shardc_random::uniform`` draws a tensor, of which each rank computes its own elements. There is no state, so a draw

@@ -111,8 +111,8 @@ def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
 
 
 def advance(schedule: Schedule, runs: Callable[[int, int, Action], bool]) -> bool:
-    """Run the action lists of all ranks in turn, each until its next action must wait for another rank, until no rank
-    can go on. Return whether all lists reached their ends.
+    """Run the action lists of all ranks. A rank runs until its next action must wait for another rank; this repeats
+    until no rank can go on. Return whether all lists reached their ends.
 
     Args:
         runs: function of (rank, position, next action of the rank): runs the action and returns True, or returns False

@@ -1,4 +1,5 @@
-"""Memory of collectives: arena ranges for their results (`MemoryPlan`), small tensors in one message (`Packing`).
+"""Memory of collectives: places in an arena for their results (`MemoryPlan`), and small tensors packed into one message
+(`Packing`).
 
 A *slot* is the memory of one result, or of a received term that is reduced into one. Its region depends on its last
 reader. *inside*: an op of the same forward or backward graph; such slots share the bytes of one arena over time.

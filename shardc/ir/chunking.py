@@ -283,8 +283,8 @@ class ChunkRewriter:
         return piece
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
-        """Return what chunk ``number`` of a result reads of operand ``x``: its chunk of that number by ``cut``, or all
-        of ``x`` if ``cut`` is None. Slices are inserted before the node ``before``.
+        """Return the part of operand ``x`` that chunk ``number`` of a result reads: chunk ``number`` of ``x`` (divided
+        by ``cut``), or all of ``x`` if ``cut`` is None. Slices are inserted before the node ``before``.
         """
         if cut is not None and self.cuts.get(x) == cut:
             return self.pieces[x][number]

@@ -119,7 +119,8 @@ class _Cloner:
         return root
 
     def _module(self, module: nn.Module, prefix: str) -> nn.Module:
-        """Return the copy of a module and of those in it, with tensors; other attributes are copied by `clone`.
+        """Copy a module, the modules in it and their tensors; return the copy. Other attributes are copied later, by
+        `clone`.
 
         ``prefix`` is the module's qualified name with a dot, or "" for the root.
         """
@@ -143,7 +144,9 @@ class _Cloner:
         return clone
 
     def _tensor(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
-        """Return the replacement of a tensor, made once, with its first qualified ``name``; None for None."""
+        """Return the replacement of a tensor. It is made once, by ``tensor_fn`` with the tensor's first qualified
+        ``name``; None for None.
+        """
         if tensor is None:
             return None
         if id(tensor) not in self._clones:

@@ -66,8 +66,8 @@ class Row:
 
 
 def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
-    """Return a `Row` for each kind and group of the collectives of ``gm``: marker ops at global shapes, or torch's at
-    local ones.
+    """Return a `Row` (count and bytes) for each kind and group of collectives in ``gm``. They are marker ops in a
+    global graph, and torch's ops in a local graph.
 
     Sorted by kind, then by mesh axis. A ``reshard`` that is not lowered to collectives yet is not counted.
 
@@ -83,9 +83,8 @@ def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
 
 
 def wire_elements(kind: str, ranks: int, local_elements: int) -> int:
-    """Return the number of elements that each of ``ranks`` ranks sends in a collective of ``kind``.
-
-    ``local_elements`` is the size of the operand on each rank.
+    """Return the number of elements that each of ``ranks`` ranks sends in a collective of ``kind``. ``local_elements``
+    is the size of the operand on each rank.
     """
     if kind == "all_gather":
         return (ranks - 1) * local_elements

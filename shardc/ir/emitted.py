@@ -171,7 +171,7 @@ def uses_of(source: str) -> Uses:
 def joined(
     uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[object]
 ) -> Uses:
-    """Combine the `Uses` of a graph's segments, in order, to the `Uses` of the whole forward or backward graph.
+    """Combine the `Uses` of a graph's segments, in order, into the `Uses` of the whole forward or backward graph.
 
     Args:
         uses: the `Uses` of each segment's code.

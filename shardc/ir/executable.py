@@ -348,14 +348,14 @@ class Executable(ABC):
         return {}
 
     def find(self, phase: Phase) -> Half | None:
-        """Return the `Half` of a phase, built once; None for a forward or backward if nothing needs a gradient."""
+        """Return the `Half` (graph) of a phase, built once; None for a forward or backward without gradients."""
         if phase not in self._half_of_phase:
             gm = self.make(phase)
             self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
         return self._half_of_phase[phase]
 
     def half(self, phase: Phase) -> Half:
-        """Return the `Half` of a phase, which this step must have."""
+        """Return the graph (`Half`) of a phase. This step must have that phase."""
         half = self.find(phase)
         assert half is not None, f"there is no {phase}: nothing needs a gradient"
         return half
@@ -396,9 +396,7 @@ class Executable(ABC):
         return tuple(dict.fromkeys((*self.step(), *inference)))
 
     def runs(self, training: bool = True) -> Iterator[tuple[Half, int]]:
-        """Yield (graph, number of its microbatch) of a training step (``training``) or an inference, as they run in
-        order.
-        """
+        """Yield (graph, microbatch) of each run of a graph in a training step (``training``) or inference, in order."""
         trains = training and self.trains
         if self.opens_backward and not trains:
             yield from self.using(frozenset()).runs(training)
@@ -503,8 +501,8 @@ class Executable(ABC):
         return self._actions[rank, training and self.trains][1]
 
     def received(self, rank: int, training: bool = True) -> list[int]:
-        """Return, for each message that ``rank`` receives, how many messages from ``rank`` the sender has received
-        before it sends this one. The list has an entry for each of the rank's `actions`, 0 for the other ones.
+        """Return one number for each of the rank's `actions`. For a message that it receives, this is how many of its
+        own messages the sender has received by then, so that the rank can free them. It is 0 for other actions.
         """
         key = rank, training and self.trains
         if key not in self._received:

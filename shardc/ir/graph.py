@@ -157,7 +157,7 @@ class Info:
 
     @property
     def tensors(self) -> list[Value]:
-        """Return the values that are tensors."""
+        """Return the `Value` of each result that is a tensor."""
         return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:

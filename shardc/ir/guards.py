@@ -156,7 +156,7 @@ class Reads:
 
     @property
     def grad_mode(self) -> bool:
-        """Return whether the capture depends on whether gradients are recorded."""
+        """Return whether the capture read the grad mode, so that its program may be wrong in the other mode."""
         return Read(GRAD_MODE) in self.entries
 
     def values(self, model: nn.Module, loss: object = None) -> Values:

@@ -57,7 +57,7 @@ class InnerCode:
         return bool(self._before)
 
     def holds(self) -> bool:
-        """Return whether the code and the tensors that it names have not changed since the snapshot."""
+        """Return whether the code, and the tensors that it names, are unchanged since the snapshot."""
         return _same(self._before, tuple(self._now()))
 
     @cached_property

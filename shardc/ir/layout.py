@@ -162,7 +162,7 @@ class Layout:
         return prod(self.shape)
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the dim that ``axis`` splits, or None."""
+        """Return the dim that ``axis`` splits; None if it splits no dim."""
         for index, digits in enumerate(self.dims):
             if any(d.axis == axis for d in digits):
                 return index
@@ -173,7 +173,7 @@ class Layout:
         return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
 
     def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
-        """Return ``dim`` as `SubDim` factors, major to minor.
+        """Return the sub-dims of ``dim`` (its factors as they print, such as ``3`` and ``512@tp``), major to minor.
 
         Each consists of adjacent digits that axes split, and of the local digit below them.
         """
@@ -444,7 +444,7 @@ class Run(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Return whether some positions hold no element."""
+        """Return whether the run has padding: positions that hold no element."""
         return self.size != self.true
 
 

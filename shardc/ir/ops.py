@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _never(name: str) -> NoReturn:
-    """Raise the error for a call of the marker op ``name``, which no graph runs."""
+    """Raise a RuntimeError: the marker op ``name`` was called, although marker ops are lowered before a graph runs."""
     raise RuntimeError(f"shardc.ir.ops.{name} is a graph marker and is never run; localize the graph first")
 
 

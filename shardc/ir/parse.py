@@ -105,7 +105,7 @@ class _Parser:
     # --- lines
 
     def _read(self, reader: Reader, section: str) -> str:
-        """Parse one line of ``section``; return the section of the next line."""
+        """Parse one line of the section ``section`` (such as "inputs"); return the section of the next line."""
         if reader.line == grammar.NO_LAYOUTS:
             self.placed = False
         elif heading := re.fullmatch(r"(\w+):", reader.line):

@@ -72,8 +72,8 @@ class GraphRewriter:
         return self.before(node.next, node if like is None else like, suffix, **provenance)
 
     def end(self, record: Info, suffix: str = "") -> Inserter:
-        """Return an `Inserter` that appends nodes to a graph that is being built. They inherit name scope and
-        provenance from ``record``.
+        """Return an `Inserter` that appends nodes to a graph that is being built. The nodes inherit the provenance of
+        ``record`` (an `Info`), and its name is the prefix of their names.
         """
         return Inserter(self, None, record, suffix)
 

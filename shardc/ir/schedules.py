@@ -194,7 +194,7 @@ def _send(action: Action, rank_of: Sequence[int]) -> Action | None:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of a step, in seconds from its start.
+    """When each rank of a pipeline runs each action of a step, in seconds from the step's start.
 
     Args:
         schedule: the one that is timed.

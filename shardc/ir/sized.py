@@ -98,7 +98,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The arguments and shapes of one node that depend on sizes.
+    """Those arguments and shapes of one node that depend on the input sizes, written as polynomials.
 
     Args:
         args, kwargs: the node's arguments, with polynomials and quotients in place of numbers.

@@ -221,16 +221,16 @@ class StageRuns:
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
-    """Return, for each message that ``rank`` receives, how many messages from ``rank`` the sender has received before
-    it sends this one. Entries of other actions are 0; the list has one for each action of ``rank``.
+    """Return one number for each action of ``rank``. For a message that it receives, this is how many of the rank's own
+    messages the sender has received by then, so that the rank can free them. It is 0 for other actions.
 
     Args:
         lists: the actions of each rank, messages among them.
     """
 
     def of(source: int) -> Iterator[int]:
-        """Yield, for each message from rank ``source`` to ``rank``, how many messages from ``rank`` have arrived at
-        ``source`` before it sends this one.
+        """Yield, for each message that ``source`` sends to ``rank``, how many messages from ``rank`` it has received by
+        then.
         """
         count = 0
         for x in lists[source]:

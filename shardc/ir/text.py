@@ -154,7 +154,7 @@ def shown_arguments(node: fx.Node) -> list[str]:
 
 
 def is_default(defaults: Mapping[str, object], name: str, arg: object) -> bool:
-    """Return whether ``arg`` equals the default of the argument ``name``."""
+    """Return whether ``arg`` equals the default of the argument ``name``. ``defaults`` maps names to defaults."""
     return (
         name in defaults and type(arg) is type(defaults[name]) and repr(arg) == repr(defaults[name])
     )  # -0.0 is not 0.0
