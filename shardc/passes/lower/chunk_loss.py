@@ -25,7 +25,8 @@ _OUTPUT = "is an output"
 
 @dataclass(frozen=True)
 class ChunkLoss:
-    """Cuts the last product before the loss, and all that reads its result, into chunks of rows.
+    """Computes logits and loss in chunks of rows: cuts the last matrix product before the loss, and the ops that read
+    its result, into chunks.
 
         %y = mm(%x, %w)                     %y0 = mm(%x0, %w);  %l0 = loss of %y0
         %l = loss of %y                 ->  %y1 = mm(%x1, %w);  %l1 = loss of %y1
@@ -68,7 +69,9 @@ class ChunkLoss:
         return gm
 
     def _error(self, head: fx.Node, reason: str) -> PlanError:
-        """Returns the error, shown as a warning, that ``head`` (logits) is computed as a whole for this ``reason``."""
+        """Returns an error (shown as a warning) which says that the logits ``head`` are computed as a whole, and the
+        ``reason``.
+        """
         record = ir.info(head)
         return PlanError(
             f"the logits %{record.name} are computed as a whole: {reason}",
@@ -79,13 +82,16 @@ class ChunkLoss:
 
 
 def _chunks_in_model(head: fx.Node) -> int:
-    """Returns the number of chunks in which the model's own code computes ``head``, if it ran on one rank's rows."""
+    """Returns in how many chunks the model's own code (``linear_cross_entropy``) would compute the logits ``head`` on
+    one rank's rows; 1 if it does not.
+    """
     rows = ir.info(head).origin.chunk_rows
     return ceil(ir.value(head).shape[0] / rows) if rows else 1
 
 
 def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str:
-    """Returns the region of ``heads`` in the smallest number of chunks, ``chunks`` or more, that works.
+    """Returns the region of nodes to compute in chunks, from the logits ``heads`` on, with the least possible number of
+    chunks (at least ``chunks``). If it cannot be cut, returns the reason as text.
 
     If none works, returns the reason as text.
     """
@@ -109,7 +115,9 @@ def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str
 
 
 def _last_products(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the matrix products of forward on which no other product depends, without much smaller ones."""
+    """Returns the matrix products of forward whose results no further product uses, such as the one that computes
+    logits. Much smaller ones are left out.
+    """
     leads: set[fx.Node] = set()  # nodes that lead to a product of forward
     last = []
     for node in reversed(graph.nodes):
@@ -130,7 +138,8 @@ def _numel(node: fx.Node) -> int:
 
 
 class _Region:
-    """The nodes that are computed chunk by chunk: the users of logits, up to the products that give gradients.
+    """The nodes that are computed chunk by chunk: from the product that computes logits, through the loss, to the
+    backward products that give gradients.
 
     Attributes:
         cuts: node -> its chunks, in the graph's order.
@@ -190,7 +199,9 @@ class _Region:
         return node in self.cuts or node in self.totals
 
     def is_wide(self, node: fx.Node) -> bool:
-        """Returns whether ``node`` has several elements for each row, as logits have, and does not end the region."""
+        """Returns whether ``node`` has more than one element per row, as logits have, and is not a result of the
+        region.
+        """
         return _numel(node) > self.rows and node not in self.ends
 
     def _follow(self, node: fx.Node) -> None:
@@ -208,8 +219,8 @@ class _Region:
             self.totals[node] = need
 
     def _prune(self) -> None:
-        """Drops from ``cuts`` values with one element for each row that neither read nor lead to values as wide as
-        logits.
+        """Removes values of one element per row from ``cuts``, if they neither read values as wide as logits nor lead
+        to any. There is nothing to gain from cutting these into chunks.
         """
         useful: set[fx.Node] = set(self.totals)
         for node in reversed(self.cuts):
@@ -220,7 +231,9 @@ class _Region:
         self.cuts = {node: cut for node, cut in self.cuts.items() if node in useful}
 
     def _climb(self) -> None:
-        """Adds operands of the region that are as large as logits, or computed from such: masks, one-hot targets."""
+        """Adds operands of the region's nodes to it, such as masks and one-hot targets, if they are as large as logits
+        or computed from values as large.
+        """
         for node in reversed(self.graph.nodes):
             if (
                 node.op != "call_function"
@@ -258,7 +271,9 @@ class _Loops(ChunkRewriter):
         self.tangents = behind_tangent(graph)
 
     def run(self) -> None:
-        """Replaces the region in each phase by its loop, at the place of the phase's last node in the region."""
+        """Replaces the region's nodes by loops over chunks: in forward and in backward, one loop stands where the last
+        of its nodes stood.
+        """
         mine = [node for node in self.graph.nodes if self.region.has(node) or node in self.casts.values()]
         last = {ir.info(node).origin.phase: node for node in mine}
         loop: dict[fx.Node, None] = {}  # nodes of the phase so far
@@ -282,8 +297,8 @@ class _Loops(ChunkRewriter):
                 self.graph.erase_node(node)
 
     def _write(self, loop: list[fx.Node], before: fx.Node) -> None:
-        """Inserts the chunks of ``loop``, the nodes of one phase (forward or backward): all nodes of a chunk, then the
-        next chunk.
+        """Writes one loop before the node ``before``: all of the nodes ``loop`` for the first chunk, then all for the
+        next chunk, and so on.
 
         They are inserted before the node ``before``.
         """
@@ -308,8 +323,8 @@ class _Loops(ChunkRewriter):
                 node.replace_all_uses_with(ir.update(self.sums[node], name=ir.info(node).name))
 
     def _add(self, node: fx.Node, number: int, before: fx.Node) -> None:
-        """Inserts, before ``before``, the term of chunk ``number`` of the total ``node``, and its sum with the earlier
-        terms.
+        """Inserts the contribution of chunk ``number`` to ``node``, which is a sum over all chunks, and adds it to the
+        sum over the earlier chunks.
         """
         cast, need = self.casts.get(node), self.region.totals[node]
         result = node if cast is None else cast
@@ -334,8 +349,8 @@ class _Loops(ChunkRewriter):
         return self.recomputed[x]
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
-        """Inserts chunk ``number`` of ``node`` before the node ``before`` and returns it; the rows for a chunk of
-        logits are taken once the previous chunk is done.
+        """Inserts chunk ``number`` of ``node`` before the node ``before``; returns it. A chunk of logits is made to
+        wait until the previous chunk is done, which limits memory.
         """
         piece = super()._piece(node, number, before, phase)
         if node in self.region.heads and self.done:
@@ -344,12 +359,14 @@ class _Loops(ChunkRewriter):
         return piece
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """Return the whole value ``x``: its node if that is in ``copied``, else a concatenation of its chunks."""
+        """Return ``x`` as a whole: the original node if it was kept beside its chunks, else a concatenation of the
+        chunks.
+        """
         return x if x in self.region.copied else super()._join(x, before)
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
-        """Return chunk ``number`` of operand ``x``, divided as in ``cut``; in backward it is recomputed if it is as
-        wide as logits.
+        """Return chunk ``number`` of the operand ``x``, divided as in ``cut``. In backward, values as wide as logits
+        are recomputed for the chunk.
         """
         if self.phase == "backward" and self._is_recomputed(x) and self.cuts[x] == cut:
             return self._recomputed_piece(x, number, before)

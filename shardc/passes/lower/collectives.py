@@ -30,8 +30,8 @@ c10d = torch.ops._c10d_functional
 
 
 class BoundDigit(NamedTuple):
-    """A factor (digit) of a dim's size to which a step refines the dim, with the axis that splits it before and the one
-    that splits it after the step.
+    """A digit (factor of a dim's size) at the finest division that a step needs. It has a radix, the axis that splits
+    it before the step, and the axis that splits it after the step.
     """
 
     radix: int
@@ -47,8 +47,8 @@ def lower_collective(step: Step, x: object, builder: Builder) -> object:
 
 
 def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
-    """Returns the common refinement of two layouts: a `BoundDigit` for each factor of each dim, with its axis in
-    ``src`` and in ``dst``.
+    """Divides the dims of a tensor so finely that each digit is split by at most one axis both in ``src`` and in
+    ``dst``; returns a `BoundDigit` for each digit.
     """
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
@@ -71,12 +71,13 @@ def _permute(builder: Builder, x: object, order: Sequence[int]) -> object:
 
 
 def _wait(builder: Builder, x: object) -> object:
-    """Returns the result of the collective ``x``, once it has arrived."""
+    """Emits the wait for the collective ``x``; returns its result."""
     return builder.call(c10d.wait_tensor.default, x)
 
 
 def _to_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns the local tensor ``x``, before ``step``, with a leading dim for each axis over which the step splits it.
+    """Rearranges the local tensor ``x`` for a collective that splits dims: the digits that ``step`` splits become its
+    leading dims. Returns the result.
 
     These are factors of its dims, in mesh order; the other factors follow.
     """
@@ -90,13 +91,15 @@ def _to_front(step: Step, x: object, builder: Builder) -> object:
 
 
 def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
-    """Returns the keys of ``bound`` (position of a digit -> its axis) in the mesh order of the axes."""
+    """Returns the keys of ``bound``, a dict from the position of a digit to its axis, sorted by the mesh order of the
+    axes.
+    """
     return sorted(bound, key=lambda k: step.src.mesh.order(bound[k]))
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Returns the local tensor ``x``, after ``step``, with each of its leading dims moved into the dim of which it is a
-    factor.
+    """Rearranges the result ``x`` of a collective that gathers dims: its leading dims become digits inside of the
+    tensor's dims again. Returns the local tensor after ``step``.
 
     It has a leading dim for each axis over which the step stops splitting it.
     """
@@ -125,7 +128,9 @@ def _reduce_scatter(step: Step, x: object, builder: Builder) -> object:
 
 
 def _with_leading(builder: Builder, x: object, size: int) -> object:
-    """Returns ``x``, reshaped to [``size``, the rest] if ``size`` does not divide its first dim."""
+    """Returns ``x`` with a first dim that ``size`` divides, as collectives need it: ``x`` itself, or ``x`` reshaped to
+    [``size``, the rest].
+    """
     shape = builder.shape(x)
     if shape and shape[0] % size == 0:
         return x
@@ -139,8 +144,8 @@ def _all_reduce(step: Step, x: object, builder: Builder) -> object:
 
 
 def _all_to_all(step: Step, x: object, builder: Builder) -> object:
-    """Emits an all-to-all, after which the same axes split other factors of the tensor's dims; returns this rank's
-    shard.
+    """Emits an all-to-all for a step in which axes stop splitting some dims (or factors of dims) and split others
+    instead; returns this rank's shard after it.
     """
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
@@ -159,8 +164,8 @@ def _permute_ranks(step: Step, x: object, builder: Builder) -> object:
 
 
 def destinations(step: Step) -> tuple[int, ...]:
-    """Returns, for each position in a group of ranks, the position to which that rank sends its shard; the same in
-    every group.
+    """Returns where each rank of a group sends its shard: a tuple from position in the group to position of the
+    receiver. It is the same for all groups.
 
     Ranks that already hold the shard of ``step.dst`` keep it; the others are matched in order.
     """
@@ -176,7 +181,7 @@ def destinations(step: Step) -> tuple[int, ...]:
 
 
 def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Returns the global index of the first element that ``rank`` holds."""
+    """Returns the global index, one number per dim, of the first element that ``rank`` holds at ``layout``."""
     return tuple(
         sum(layout.mesh.index(d.axis, rank) * below for d, below in zip(digits, strides(digits), strict=True) if d.axis)
         for digits in layout.dims
@@ -184,7 +189,9 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _shard(step: Step, x: object, builder: Builder) -> object:
-    """Emits and returns the slice of ``x`` at this rank's index along each factor of a dim that the step splits."""
+    """Emits the local slices of ``x`` that a step takes: along each digit of a dim that the step splits, the index of
+    this rank. Returns the slice.
+    """
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)

@@ -65,8 +65,8 @@ class OnTheWire:
         return gm
 
     def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> None:
-        """Replaces ``node`` and its wait by the ops of the user's ``before``, the collective, a wait, and the ops of
-        the user's ``after``.
+        """Inserts the user's functions around the collective ``node``: the ops of ``before`` on its input, and the ops
+        of ``after`` on its result.
         """
         x, (wait,) = node.args[0], waits_of(node)
         ranks = node.args[1] if self.of == "gather" else None
@@ -113,7 +113,9 @@ class OnTheWire:
         return [env[x] for x in ir.output_node(traced).args[0]]
 
     def _wrong(self, which: str, node: fx.Node, results: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
-        """Returns the error for a function (``which``) whose ``results`` differ in shape or dtype from ``wanted``."""
+        """Returns the error for a user's function (named by ``which``) whose ``results`` do not have the shapes and
+        dtypes of ``wanted``.
+        """
         shown = [", ".join(f"{list(x.shape)} {x.dtype}" for x in some) for some in (results, wanted)]
         return InputError(
             f"{self.name}: {which} makes {shown[0]} for {ir.info(node).name!r}, where {shown[1]} is needed",
@@ -122,7 +124,9 @@ class OnTheWire:
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Returns node -> names of parameters, for each reduction that leads only to gradients, and the nodes after it."""
+    """Finds the reductions of gradients, and the nodes between them and the output. Returns node -> names of the
+    parameters whose gradients it leads to.
+    """
     out = leaving(graph)
     names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):

@@ -24,7 +24,7 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Candidate:
-    """The decision about a collective that is next to a matrix product.
+    """Into how many chunks `Decompose` splits one collective next to a matrix product, and why; for reports.
 
     Args:
         name, module, source: the collective's name, module and source line.
@@ -91,8 +91,8 @@ class Decompose:
         return gm
 
     def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """Returns (seconds saved by ``count`` chunks of the collectives ``starts``, the nodes to compute in chunks,
-        collective -> reason for its decision).
+        """Tries ``count`` chunks for the collectives ``starts``. Returns (seconds saved, the nodes to compute in
+        chunks, collective -> reason for its decision).
         """
         cuts = _Cuts(graph, count, starts)
         reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
@@ -110,7 +110,8 @@ class Decompose:
         return saved, _Cuts(graph, count, paying), reasons
 
     def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
-        """Returns the predicted seconds (unsplit, in chunks) of the collective ``node`` and of the products beside it.
+        """Returns (seconds unsplit, seconds in chunks), both predicted, of the collective ``node`` together with the
+        matrix products beside it.
 
         Args:
             cuts: the nodes that are computed in chunks.
@@ -134,8 +135,8 @@ class Decompose:
         return times[0], times[1]
 
     def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
-        """Returns the seconds, by simulation, of a pipeline of ``count`` chunks, each of which is produced
-        (``before``), sent (``sent``) and consumed (``behind``).
+        """Simulates a pipeline of ``count`` chunks and returns its seconds. Each chunk takes ``before`` seconds to
+        compute, ``sent`` to send and ``behind`` to be used.
 
         Args:
             before, sent, behind: seconds to produce, send and consume a chunk.
@@ -169,7 +170,9 @@ class Decompose:
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Returns whether ``node`` is a collective of an activation: not of a parameter, and a matrix product needs it."""
+    """Returns whether ``node`` is a collective of an activation (not of a parameter) on whose result a matrix product
+    depends.
+    """
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
@@ -222,13 +225,15 @@ class _Cuts:
             collectives = [node for node in collectives if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Returns (ops computed in chunks before a collective, ops after it), up to the neighbouring collectives."""
+        """Returns (chunked ops before a collective, chunked ops after it). Both sets end at the neighbouring
+        collectives.
+        """
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
     def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
-        """Returns the sum of ``seconds(op)`` over the matrix products between a collective and the first use of its
-        result.
+        """Returns the total of ``seconds(op)`` over matrix products that run while a collective is in flight: those
+        between it and the first use of its result.
         """
         (wait,) = node.users
         first = min(self.place[user] for user in wait.users)
@@ -238,7 +243,9 @@ class _Cuts:
         return sum(seconds(other) for other in nodes if flops_of(other))
 
     def _reached(self, node: fx.Node, up: bool) -> set[fx.Node]:
-        """Returns the chunked ops that lead to ``node`` (``up``), or that it leads to, in the same stretch."""
+        """Returns the chunked ops that ``node`` depends on (``up``) or that depend on it (not ``up``), without passing
+        another collective.
+        """
         seen: set[fx.Node] = set()
         work = [node]
         while work:
@@ -274,7 +281,9 @@ class _Cuts:
                     self.cuts[node] = cut
 
     def _enter(self, node: fx.Node) -> None:
-        """Chunks a collective and the producers of its input, along the dim whose chunks form the fewest blocks."""
+        """Divides a collective, and the ops that compute its input, into chunks. Of the dims that are possible, takes
+        the one whose chunks are in the fewest contiguous blocks.
+        """
         source: fx.Node = arguments_of(node)["input"]
         if source in self.cuts:
             cut = through(node, {source: self.cuts[source]})
@@ -301,7 +310,9 @@ class _Cuts:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
     def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
-        """Yields the possible chunks of a collective's result: one `ChunkSpec` for each dim that divides."""
+        """Yields the possible ways to divide a collective's result into chunks, one `ChunkSpec` for each dim that the
+        number of chunks divides.
+        """
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
         for dim, size in enumerate(shape if len(shape) > 1 else ()):
@@ -310,7 +321,8 @@ class _Cuts:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
     def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
-        """Returns whether chunks of ``node`` can be computed from chunks of matrix products.
+        """Returns whether the chunks ``cut`` of ``node`` can be computed from chunks of matrix products. Adds the nodes
+        that take part to ``marks``, as node -> its chunks.
 
         Args:
             cut: the chunks of ``node``.
@@ -328,8 +340,8 @@ class _Cuts:
         return node in marks
 
     def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
-        """Returns node -> its chunks, for nodes after ``node`` that need only its chunks ``cut``, up to the next matrix
-        products.
+        """Follows the chunks ``cut`` of ``node`` forward to the next matrix products. Returns node -> its chunks, for
+        each node that can be computed from these chunks alone.
         """
         cuts = {node: cut}
         work = [node]
@@ -356,7 +368,9 @@ class _Cuts:
 
 
 def candidates(graph: fx.Graph, decompose: Decompose) -> list[Candidate]:
-    """Returns the decision of ``decompose`` about each collective of activations; ``graph`` is not changed."""
+    """Returns what the pass ``decompose`` would do with each collective of activations in ``graph``, which is not
+    changed.
+    """
     reported: list[Candidate] = []
     replace(decompose, report=reported.append)(fx.GraphModule(nn.Module(), ir.copied(graph)))
     return reported

@@ -1,4 +1,6 @@
-"""Hoist grad epilogue: moves the last ops of each gradient to where their operands are computed."""
+"""Hoist grad epilogue: moves the last ops of each gradient (casts, its reduction) to directly after their operands, so
+that unsharded gradients do not stay in memory.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class HoistGradEpilogue:
 
 
 def _last_ops(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the backward ops on which only outputs depend, in order, without dense kernels and random draws."""
+    """Returns the backward ops whose results only lead to outputs through other such ops, in order. Dense kernels and
+    random draws are left out.
+    """
     last_ops: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not _is_backward(node) or not node.users or is_dense(node):

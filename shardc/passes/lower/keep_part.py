@@ -72,8 +72,8 @@ def _gathered(param: fx.Node) -> list[fx.Node]:
 
 
 def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:
-    """Returns ``whole`` split over ``axes`` at the dims that ``stored`` splits over them; None if one of the axes
-    cannot split it.
+    """Returns ``whole`` (a layout of a parameter that is gathered) split over ``axes``, along the dims that ``stored``
+    splits over them. Returns None if this is not possible.
     """
     layout: Layout | None = whole
     for axis in axes:

@@ -68,7 +68,8 @@ class Localize:
         return LazyGraphModule(gm, emitter.finish())
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
-        """Emits one node of the global graph; returns its local node, or a list for several results.
+        """Emits the local form of one node of the global graph; returns the local node, or a list for several results.
+        ``env``: global node -> what it became.
 
         Args:
             env: global node -> what was returned for it.
@@ -105,8 +106,8 @@ def _emit_move(node: fx.Node, x: Any, emitter: Emitter) -> Any:
 
 
 def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
-    """Emits one op by its rule and returns its result or results; an op without a rule has replicated operands and is
-    copied.
+    """Emits the local form of one op by its rule; returns its result or results. An op without a rule has only
+    replicated operands and is copied.
 
     Args:
         env: global node -> its local node, or a list for several results.
@@ -124,7 +125,9 @@ def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
-    """Returns the size of a dim before `Pad` grew it to ``size``; ``dim`` is counted over the dims of all operands."""
+    """Returns the true size of a dim that may have grown to ``size`` by padding. ``dim``: its number if the dims of all
+    operands of ``node`` are counted through.
+    """
     sizes = ir.info(node).true_sizes
     return size if sizes is None else sizes[dim]
 
@@ -154,8 +157,8 @@ class Emitter(Calls):
         self._last_primal: fx.Node | None = None
 
     def at(self, node: fx.Node) -> None:
-        """Makes ``node`` the current global node, whose record (provenance) the local nodes get that are emitted until
-        the next call.
+        """Sets the global node that is now being lowered: the local nodes that are emitted next get its record (name
+        and provenance).
         """
         self.record = ir.info(node) if node.op != "output" else Info("", None)
         self.traced = node
@@ -188,7 +191,7 @@ class Emitter(Calls):
         return self._numbers[name]
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """Returns (number of ranks along ``axes``, name of their process groups)."""
+        """Returns (number of ranks along ``axes``, name of the process group along these axes)."""
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- inputs and outputs of the graph
@@ -215,7 +218,7 @@ class Emitter(Calls):
         return local
 
     def named(self, result: Any) -> Any:
-        """Gives ``result``, the last local node emitted for the current global node, the name of that global node;
+        """Gives ``result``, the local node that stands for the current global node, the name of that global node;
         returns it.
         """
         if isinstance(result, fx.Node) and result.op == "call_function":

@@ -109,7 +109,7 @@ class Microbatch:
         )  # fmt: skip
 
     def _check_work(self, openings: Sequence[Loop], cut: _Cut) -> None:
-        """Raises PlanError if ``openings``, the loops before the forward, do more work than one forward."""
+        """Raises PlanError if the loops that run before the forward (``openings``) cost more than one forward."""
         graphs = [loop.body.graph for loop in openings if loop.body is not None]
         work, forward = sum(map(cut.layer_flops, graphs)), cut.layer_flops(cut.graph, forward=True)
         if work > forward:
@@ -121,7 +121,7 @@ class Microbatch:
             )
 
     def _gathered(self, cut: _Cut) -> list[fx.Node]:
-        """Returns the nodes that gather parameters which stay gathered for all microbatches."""
+        """Returns the nodes that gather parameters once for all microbatches (they then stay gathered)."""
         graph = cut.graph
         chains = [
             moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.gathered_once
@@ -135,7 +135,7 @@ class Microbatch:
         return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
     def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Outputs, Outputs]:
-        """Returns (results of the body, run for each microbatch, forward ones first; results of the closing graph)."""
+        """Returns (results of the graph for each microbatch, forward before backward; results of the closing graph)."""
         first: list[tuple[Role, Argument]] = []
         grads: list[tuple[Role, Argument]] = []
         rest: list[tuple[Role, Argument]] = []
@@ -161,7 +161,7 @@ class Microbatch:
                 raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
 
     def _sum_first(self, graph: fx.Graph) -> None:
-        """Moves reductions over time before the reductions over devices that they follow; the latter then run once.
+        """Lets a reduction over devices run once, after the reduction over microbatches that follows it in the graph.
 
         %a = all_reduce(%x, "dp")              %s = all_reduce(%x, "micro")
         %c = _to_copy(%a)                 ->   %a = all_reduce(%s, "dp")
@@ -185,7 +185,7 @@ class Microbatch:
             graph.erase_node(last)
 
     def _scale_alone(self, graph: fx.Graph) -> None:
-        """Scales float8 operands by the largest value of their own microbatch, not of all.
+        """Scales float8 operands by the largest value of their own microbatch, instead of that of all microbatches.
 
         The largest value of all microbatches is known only behind their forwards.
         """
@@ -202,7 +202,7 @@ class Microbatch:
             graph.erase_node(node)
 
     def _normalize(self, graph: fx.Graph) -> None:
-        """Rewrites averages over time as sums, and removes reductions of values that are equal in all microbatches.
+        """Rewrites averages over microbatches as sums; removes reductions of values that are equal in all of them.
 
         Sums that do not depend on gradients of outputs are computed in float32 or wider.
         """
@@ -238,7 +238,7 @@ class Microbatch:
                 erased.add(wait)
 
     def _widen(self, node: fx.Node, wait: fx.Node, rewriter: GraphRewriter) -> None:
-        """Casts the operand of a sum to float32 if it is narrower, and the sum back: many terms lose digits."""
+        """Computes a sum in float32 if its operand is narrower (many terms lose digits), and casts it back."""
         source, users = node.all_input_nodes[0], list(wait.users)
         dtype = source.meta["val"].dtype
         if dtype not in (torch.bfloat16, torch.float16):
@@ -265,7 +265,7 @@ class Microbatch:
         return any(varies.get(x, False) for x in node.all_input_nodes)
 
     def _refused(self, node: fx.Node, why: str) -> PlanError:
-        """Returns the error that ``node`` keeps the model from running in microbatches, for the reason ``why``."""
+        """Returns an error: the model cannot run in microbatches because of ``node``, for the reason ``why``."""
         record = ir.info(node)
         where = f" of module {record.origin.module!r}" if record.origin.module else ""
         dims: dict[int, list[str]] = {}
@@ -329,7 +329,7 @@ class _Cut:
 
     @cached_property
     def levels(self) -> int:
-        """The number of loops before the body."""
+        """The number of loops over microbatches that run before the main one (forward and backward)."""
         return max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
@@ -357,8 +357,8 @@ class _Cut:
         ]
 
     def frontier(self, level: int) -> list[fx.Node]:
-        """Returns the values, equal in all microbatches, that are known after loop number ``level`` and that later
-        nodes read.
+        """Returns the values that loop number ``level`` makes known and later nodes read. They are equal in all
+        microbatches.
         """
         is_shared = {
             node: 0 < self.level[node] <= level
@@ -384,7 +384,7 @@ class _Cut:
 
     @cached_property
     def _layers(self) -> frozenset[str]:
-        """Returns the names of the layers: products of a parameter, gathered or not, with another value."""
+        """Returns the names of the layers: matrix products of a parameter, gathered or not, and another value."""
         alone: dict[fx.Node, bool] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -399,7 +399,7 @@ class _Cut:
 
     def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
         """Returns the floating-point operations of the layers in ``graph``, a part of the joint graph; if ``forward``,
-        of those of its forward only.
+        of its forward part only.
         """
         calls = (node for node in graph.nodes if node.op == "call_function")
         layers = (node for node in calls if ir.info(node).name in self._layers)
@@ -427,7 +427,7 @@ def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
 def closed(
     backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> fx.GraphModule:
-    """Returns the backward of the last microbatch: it adds its terms to the sums of the others, then runs ``closing``.
+    """Returns the backward of the last microbatch, which adds its terms to the sums so far and then runs ``closing``.
 
         backward:  ... %g            ...  %g.sum = add(%g.sums, %g)
         closing:   %d = rs(%g.sum)   ->   %d = reduce_scatter(%g.sum)
@@ -455,15 +455,15 @@ def closed(
 
 
 def _shorten(others: fx.Node, last: fx.Node) -> None:
-    """Takes the rows of ``last``, the last microbatch's, out of the type of ``others``, the gathered rows of all."""
+    """Makes the gathered rows ``others`` shorter by those of the last microbatch, ``last``, in the recorded type."""
     val, rows = others.meta["val"], last.meta["val"].shape[0]
     others.meta["val"] = val.new_empty((val.shape[0] - rows, *val.shape[1:]))
     ir.update(others, value=ir.value_of(others.meta["val"]))
 
 
 def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphModule | None:
-    """Returns the forward of the first microbatch, which also computes ``gathers`` for all microbatches; None without
-    gathers.
+    """Returns the forward of the first microbatch, preceded by ``gathers`` (gathers of parameters for all
+    microbatches). None without gathers.
     """
     if gathers is None:
         return None
@@ -503,12 +503,12 @@ class _Chain:
                 self.env[node] = self._copied(node, False)
 
     def _copied(self, node: fx.Node, renames: bool) -> fx.Node:
-        """Returns a copy of ``node`` in the new graph; if ``renames``, under a fresh name where its own is taken."""
+        """Returns a copy of ``node`` in the new graph. ``renames``: the copy gets a fresh name if the name is taken."""
         copy = self.graph.node_copy(node, self.env.__getitem__)
         return ir.update(copy, name=self.names.fresh(ir.info(node).name)) if renames else copy
 
     def end(self, results: Outputs) -> fx.GraphModule:
-        """Returns the new graph with the outputs ``results``, which are given as nodes of the two graphs."""
+        """Finishes and returns the new graph. ``results``: its outputs, given as nodes of the two old graphs."""
         for node in self.second.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self.env[node] = self._copied(node, True)
@@ -525,7 +525,7 @@ class _Chain:
 
 
 def mark_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM) -> fx.GraphModule:
-    """Sets the role of results ``names`` of a backward to ``kind``, by default that of terms; returns ``backward``."""
+    """Gives the results ``names`` of ``backward`` the role ``kind`` (default: terms of a sum); returns it."""
     output, chosen = ir.output_node(backward.graph), set(names)
     roles = output.meta[ir.ROLES]
     output.meta[ir.ROLES] = tuple(replace(role, kind=kind) if role.name in chosen else role for role in roles)
@@ -555,8 +555,8 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
 
 
 def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
-    """Returns the graph that computes ``results`` from arguments of ``graph`` and from the values ``cuts``, which
-    become arguments; backward alone reads those in ``late``.
+    """Cuts a graph out of ``graph``: returns the one that computes ``results`` and takes the values ``cuts`` as
+    arguments. Only backward reads those in ``late``.
 
     Args:
         results: (role, node or constant) of each output.
@@ -591,5 +591,5 @@ def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: 
 
 
 def _as_argument(record: Info, role: Role) -> Info:
-    """Returns the record of an argument of ``role`` in place of the value of ``record``."""
+    """Returns the record of a new argument of ``role`` that replaces the value of ``record``."""
     return replace(record, role=role, needs=None, is_kept_part=False, regathers="")

@@ -1,4 +1,4 @@
-"""OffloadSaved: moves what backward reads to the host and back, where the plan keeps it there."""
+"""OffloadSaved: moves values that forward saves for backward to the host in between, where the plan says so."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class OffloadSaved:
         return wait
 
     def _load(self, rewriter: GraphRewriter, saved: fx.Node) -> None:
-        """Makes the placeholder ``saved`` a value on the host; its users read a copy on the device."""
+        """Turns ``saved``, a placeholder of backward, into a value on the host, and moves it to the device before its
+        first use.
+        """
         order, users, whole = _by_stride(saved), list(saved.users), ir.value(saved)
         first = next(node for node in saved.graph.nodes if node in saved.users)
         at = {"phase": "backward", "cause": ir.info(saved).origin.host}
@@ -104,7 +106,9 @@ def _goes_to_host(node: fx.Node) -> bool:
 
 
 def _by_stride(node: fx.Node) -> list[int] | None:
-    """Returns the dims of a value from the largest stride to the smallest; None if they are in that order."""
+    """Returns the dims of ``node`` in the order of their strides, the largest first. None if this is the order of the
+    dims.
+    """
     strides = node.meta["val"].stride()
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     return None if order == list(range(len(strides))) else order

@@ -100,7 +100,9 @@ class Partition:
 
 
 def moved_alone(param: fx.Node) -> list[fx.Node]:
-    """Returns the nodes computed from ``param`` alone by gathers, views and casts, to float8 too."""
+    """Returns the nodes that move or cast ``param`` and depend on nothing else: gathers, views and casts (to float8,
+    too), one after another.
+    """
     chain, work = [], list(param.users)
     seen = {param}
     while work:
@@ -116,8 +118,8 @@ def moved_alone(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Returns name -> role of each parameter, buffer or input, by the names of its placeholder and of the nodes that
-    `moved_alone` finds.
+    """Returns name of a node -> role of a parameter, buffer or input, for its placeholder and for the nodes that only
+    move or cast it.
     """
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *moved_alone(node))}
@@ -141,7 +143,8 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def send_once(graph: fx.Graph) -> None:
-    """Merges equal collectives in ``graph``, in place, and the casts and views that read them.
+    """Merges equal collectives of the same input in ``graph``, in place, and then equal casts and views of their
+    results.
 
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
     ops that read these.
@@ -164,7 +167,8 @@ def _moves_or_casts(node: fx.Node) -> bool:
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
-    """Gives each output and each placeholder of a half its `Role`; ``roles`` are those of the first outputs.
+    """Restores the roles of a half's outputs and placeholders, which the partitioner drops. ``roles``: those of the
+    first outputs; all further outputs are saved values.
 
     A saved output's role has the name of the backward's placeholder that reads it, which no later pass changes.
     """

@@ -1,4 +1,6 @@
-"""Skip regather: lets forward read the first gather of a parameter."""
+"""Skip regather: drops the second gather of a parameter (meant for backward) from a half that contains the
+first one.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class SkipRegather:
-    """Reads a gathered parameter (``w.full``) in place of gathering it again (``w.full.regathered``), in a half that
-    does both.
+    """Drops the second gather of a parameter (``w.full.regathered``) in a half that also has the first (``w.full``);
+    its users read the first.
 
         %y = mm(%x, %w.full.regathered)     ->  %y = mm(%x, %w.full)
 

@@ -16,7 +16,8 @@ from shardc.passes.lower.microbatch import part
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Cuts a stage's backward in two, for zero-bubble schedules: gradients of its inputs, then those of its weights.
+    """Cuts a stage's backward in two, for zero-bubble schedules: one graph for the gradients of the stage's inputs,
+    which earlier stages wait for, and one for the gradients of its weights.
 
         %da = mm(%dy, %w)                          inputs:   %da = mm(%dy, %w); %dx = mul(%da, %a)
         %dw = mm(%x, %da)                    ->              saves %da
@@ -56,7 +57,7 @@ class SplitBackward:
 
 
 def _behind(results: Iterable[object]) -> set[fx.Node]:
-    """Returns the nodes among ``results``, and all nodes that they are computed from."""
+    """Returns all nodes that are needed to compute ``results``, these nodes included."""
     needed: set[fx.Node] = set()
     work = [x for x in results if isinstance(x, fx.Node)]
     while work:

@@ -76,8 +76,8 @@ class Stages:
         return Staged(parts, openings, bodies, tuple(closings), gathers, up, down, terms)
 
     def _openings(self, parts: Phases, gathered: Mapping[str, frozenset[str]]) -> tuple[StagedLoop | None, ...]:
-        """Returns each loop before the forward of ``parts``, cut into stages if it runs layers or takes values of such
-        a loop.
+        """Cuts the loops that run before the forward into stages; returns a `StagedLoop` for each, or None for a loop
+        that every rank runs as a whole.
 
         None stands for a loop that all ranks run.
         """
@@ -112,8 +112,8 @@ class Stages:
     def _bodies(
         self, gm: fx.GraphModule, cut: _Assignment
     ) -> tuple[tuple[fx.GraphModule, ...], tuple[tuple[fx.Node, ...], ...], tuple[tuple[fx.Node, ...], ...]]:
-        """Returns (graph of each stage for one microbatch, values that cross each boundary up, those that cross it
-        down).
+        """Cuts the graph of one microbatch into stages. Returns (graph of each stage, values that cross each boundary
+        to the next stage, values that cross each boundary back).
         """
         count = self.stages.count
         results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(gm.graph)]
@@ -125,8 +125,8 @@ class Stages:
         self, gm: fx.GraphModule, cut: _Assignment, results: Iterable[tuple[Role, object, int]],
         up: tuple[tuple[fx.Node, ...], ...], down: tuple[tuple[fx.Node, ...], ...], at: int,
     ) -> fx.GraphModule:  # fmt: skip
-        """Returns the graph of stage ``at``: it computes those of ``results`` that are of this stage, and what it sends
-        across its boundaries, ``up`` in forward and ``down`` in backward.
+        """Returns the graph of stage ``at``. It computes the ``results`` that belong to the stage and the values that
+        the stage sends: ``up`` to the next stage, ``down`` to the one before.
 
         Args:
             results: (role, node, its stage) of each output of ``gm``.
@@ -146,8 +146,8 @@ class Stages:
     def _terms_apart(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
     ) -> tuple[Phases, fx.Graph, _Assignment]:
-        """Splits each gradient that sums values of several stages into its summands, which the closing graph then adds
-        up; returns the changed (phases, graph of the body, stages of its ops).
+        """Splits each gradient that adds up values of several stages: each stage returns its own summand, and the
+        closing graph adds them. Returns the changed (phases, graph of a microbatch, stages of its ops).
 
         This is the case for a parameter that several stages use. No stage then needs the others' summands.
 
@@ -226,7 +226,9 @@ class _Assignment:
         return [self.stage[user] for user in node.users if user in self.stage]
 
     def crossing(self, at: int, up: bool) -> tuple[fx.Node, ...]:
-        """Returns the values that cross from stage ``at`` to the next (``up``), or from that to stage ``at``."""
+        """Returns the values that cross the boundary between stage ``at`` and the next one: forward across it if
+        ``up``, back across it if not.
+        """
         out = []
         for node, stage in self.stage.items():
             readers = self.readers(node)
@@ -277,7 +279,9 @@ class _Assignment:
         return [term for operand in operands for term in self._addends(operand)]
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Returns whether each stage that reads ``node`` computes it: it only needs inputs, or moves a parameter."""
+        """Returns whether ``node`` needs no stage of its own, since every stage that reads it can compute it: it
+        depends on inputs only, or only moves a parameter.
+        """
         operands = node.all_input_nodes
         if any(x in self.stage for x in operands):
             return False
@@ -317,15 +321,16 @@ class _Assignment:
 
 
 def _gathers_by_stage(parts: Phases) -> Phases:
-    """Returns ``parts`` in which the gathers of a first loop without body become the graph ``gathers``, of which each
-    stage runs its own part.
+    """Returns ``parts`` with the gathers that run once for all microbatches in the field ``gathers``. Each stage then
+    runs its own part of them.
     """
     alone = [loop for loop in parts.openings if loop.body is None]
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts
 
 
 def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
-    """Returns the first op that computes with a parameter, gathered or not, instead of moving it; None if none does.
+    """Returns the first op of ``graph`` that computes with a parameter instead of only moving it; None if there is
+    none. ``gathered``: names of arguments that are gathered parameters.
 
     Parameters without dims do not count: all ranks have them.
     """
@@ -338,7 +343,9 @@ def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
 
 
 def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
-    """Returns name of a gathered parameter, shared by all microbatches -> the parameters that it is computed from."""
+    """Returns, for each parameter that is gathered once for all microbatches, name of the gathered value -> names of
+    the parameters that it is computed from.
+    """
     out: dict[str, frozenset[str]] = {}
     for gm in (parts.gathers, *(loop.once for loop in parts.openings)):
         if gm is None:
@@ -354,13 +361,17 @@ def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
 
 
 def _gathers(gm: fx.GraphModule | None, names: set[str]) -> fx.GraphModule | None:
-    """Returns the part of ``gm`` that gives the values ``names``; None if it gives none of them."""
+    """Returns a graph with the part of ``gm`` that computes the results called ``names``; None if it computes none of
+    them.
+    """
     results = [] if gm is None else [(role, x) for role, x in ir.outputs(gm.graph) if role.name in names]
     return LazyGraphModule(gm, part(gm.graph, results, {})) if gm is not None and results else None
 
 
 def _add_up(closing: fx.Graph, name: str, terms: list[str]) -> None:
-    """Makes ``closing`` take the sums of ``terms`` in place of the sum ``name``, and add them up."""
+    """Replaces, in the graph ``closing``, the argument for the sum ``name`` by arguments for the sums of its ``terms``,
+    which are then added.
+    """
     total = next(node for node in ir.placeholders(closing, SUM) if ir.role(node).name == name)
     rewriter, record = GraphRewriter(closing), ir.info(total)
     sums: list[fx.Node] = []
