@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Formats a warning of shardc as one line, like errors, and others as Python does."""
+    """Formats a warning of shardc as one line, like its errors. Other warnings look as Python formats them."""
     if issubclass(category, ShardcWarning):
         return f"shardc: warning: {'; '.join(map(str.strip, str(message).splitlines())).replace('fix: ', '')}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"

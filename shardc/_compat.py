@@ -104,8 +104,8 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Returns the timeout to pass to ``Work.wait``: that of a gloo group; 0 for other backends, which then use their
-    own.
+    """Returns the timeout to pass to ``Work.wait``. For a gloo group it is the group's timeout; for other backends 0,
+    so that they use their own.
     """
     if dist.get_backend(group) != "gloo":
         return timedelta(0)

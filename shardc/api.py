@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def _shares_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator for functions that all ranks of a mesh call: an error on this rank is raised on the others too."""
+    """Decorator for functions that all ranks of a mesh call. An error on this rank is raised on the other ranks too."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -246,7 +246,9 @@ def _has_own_rows(loader: Any) -> bool:
 
 
 def _check_sampler(loader: Any, parts: tuple[int, int]) -> None:
-    """Raises InputError if the loader has a DistributedSampler for other ``parts`` than those of the plan."""
+    """Raises InputError if a DistributedSampler of the loader deals out other rows than the plan needs. ``parts`` is
+    (number of parts, index of this rank's part).
+    """
     for sampler in _samplers(loader):
         if (sampler.num_replicas, sampler.rank) != parts:
             raise InputError(

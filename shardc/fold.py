@@ -169,8 +169,8 @@ def _plan_settings(
     saves: Sequence[SavePolicy],
     dtypes: Dtypes,
 ) -> object:
-    """Returns the plan's settings for the repeated ``block``, by names within the block. They are equal for blocks that
-    may be folded.
+    """Returns the plan's settings for the repeated ``block``, by names within the block. Blocks with equal settings may
+    be folded.
     """
     own_params = {name_in(name, block): param for name, param in params.items()}
     own_pins = [(name_in(pin.module, block), pin) for pin in pins]

@@ -81,8 +81,8 @@ def wrap(
 
 
 def _whole(kind: type[torch.optim.Optimizer], whole: bool | Select | None) -> Select:
-    """Returns a function of (name, parameter). It says whether an optimizer of class ``kind`` updates that parameter
-    whole, not by shards.
+    """Returns a function of (name, parameter) that tells whether an optimizer of class ``kind`` updates the parameter
+    whole instead of by shards.
     """
     name = kind.__name__
     if issubclass(kind, torch.optim.LBFGS):
@@ -236,8 +236,8 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[WholeParameter]:
-        """Sends parameters and gradients to the ranks that own them (update them whole). Returns all those parameters
-        that have gradients.
+        """Sends parameters and gradients to the ranks that own the parameters (update them whole). Returns, on all
+        ranks, the whole parameters that have gradients.
         """
         grads = [(x, x.param.grad) for x in self._whole]
         used = [x for x, grad in grads if grad is not None]

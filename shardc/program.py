@@ -129,7 +129,9 @@ class Program(Executable):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of the stages, in order; those after the split into forward and backward run on demand."""
+        """Names of the stages, in order. Stages after the split into forward and backward run only when their graphs
+        are asked for.
+        """
         last = [f"{name}{_suffix(phase)}" for name in (CUT, *self.halves.names) for phase in self.cut.phases]
         return (*self.joint.names, *last)
 
@@ -141,7 +143,9 @@ class Program(Executable):
 
     @property
     def shown(self) -> Program:
-        """The program whose graphs reports show: this one, or for dynamic sizes one compiled for fixed sizes."""
+        """The program whose graphs reports show: this program, or for dynamic sizes a program compiled for
+        fixed sizes.
+        """
         return self
 
     @property

@@ -171,8 +171,8 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _closings(self) -> list[tuple[fx.GraphModule | None, fx.GraphModule | None]]:
-        """The closing graph of each stage (gradient reductions after the last microbatch) in two: (the part that runs
-        with its last backward, the rest).
+        """The closing graph of each stage (gradient reductions after the last microbatch), as a pair: (the part that
+        runs with the stage's last backward, the other part).
 
         The first part has what takes sums of the stage's own terms only, so that its collectives overlap.
         """
@@ -180,7 +180,7 @@ class PipelineCut(MicrobatchCut):
 
     def _in_two(self, at: int, closing: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """Returns the closing graph of stage ``at`` in two: (the part that runs with the stage's last backward, the
-        rest).
+        other part).
 
         The first is None if it communicates nothing, the second if it is empty.
         """

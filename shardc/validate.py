@@ -165,7 +165,8 @@ _SEVERAL = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Function]:
-    """Decorator that checks arguments against the function's annotations (see `checked`); they are passed unconverted.
+    """Decorator that checks arguments against the function's type annotations (see `checked`). The function gets its
+    arguments unconverted.
 
     Missing and unexpected arguments raise Python's own errors.
     """

@@ -20,7 +20,7 @@ _GAP = 0.002  # share of the step from which a wait is drawn as a gap of compute
 
 @dataclass(frozen=True)
 class Pair:
-    """A predicted collective and the one that ran in its place: bytes, seconds and exposed seconds of both.
+    """A predicted collective and the collective that ran in its place, with bytes, seconds and exposed seconds of both.
 
     Args:
         kind, axis, tensor, phase: kind, mesh axis, tensor and phase of the predicted collective.

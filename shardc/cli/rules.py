@@ -98,7 +98,9 @@ def source(overload: OpOverload) -> str:
 
 
 def coverage() -> str:
-    """Return a line of text: the covered core ATen overloads by source, and the names of those without a rule."""
+    """Return a line of text: how many core ATen overloads have a rule of each source, and the names of the overloads
+    without a rule.
+    """
     by_source: dict[str, list[str]] = {"own": [], "decomposed": [], "torch": [], "none": []}
     for overload in core_aten():
         by_source[source(overload)].append(str(overload))

@@ -110,7 +110,8 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
-    """Yield meshes of ``ranks`` ranks: all axes but the first are powers of two within a node, the first has the rest.
+    """Yield meshes of ``ranks`` ranks. All axes but the first have sizes that are powers of two and together fit in a
+    node; the first axis has the remaining ranks.
 
     Args:
         axes: axis names.

@@ -157,8 +157,8 @@ class CostModel:
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind`` over ``axes``: those of its best algorithm (`best_seconds`) on
-        as many ranks.
+        """Return the seconds of a collective of ``kind`` over the mesh axes ``axes``, by the best algorithm
+        (`best_seconds`) for this number of ranks.
         """
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 

@@ -248,8 +248,8 @@ def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]
 
 
 def _temporary_places(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Return the places (factors of a dim) where axis parts of ``sizes`` ranks may lie for a while. They start or end a
-    factor that no place in ``places`` occupies.
+    """Return the free places (factors of a dim) where axis parts of ``sizes`` ranks may lie for some steps. Each place
+    is at an end of a factor that ``places`` do not occupy.
 
     Args:
         shape: the global shape.

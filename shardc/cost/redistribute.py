@@ -329,8 +329,8 @@ class _Moves:
             yield self._set("all_to_all", changes)
 
     def _reductions(self) -> Iterator[tuple[Move, State]]:
-        """Yield the reduce-scatters and all-reduces of the pending axis parts, over every subset of those with one
-        reduce op.
+        """Yield reduce-scatters and all-reduces of the pending axis parts. Each reduces a subset of the parts that have
+        the same reduce op.
         """
         for op, members in self._by_op(self.state, self.pending).items():
             for changes in self._bindings(members, every=True):
@@ -425,7 +425,9 @@ class Step:
 
     @property
     def slices_time(self) -> bool:
-        """Return whether this step is a local op over the axis of microbatches: it takes each microbatch's slice."""
+        """Return whether this step of a redistribution is local and over the axis of microbatches: each microbatch
+        takes its slice.
+        """
         return self.kind in LOCAL and _is_in_time(self.src.mesh, self.axes)
 
     def wire_elements(self) -> int:

@@ -109,7 +109,7 @@ class DimsSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes that split dims, then those of partial reductions."""
+        """Return the mesh axes in the spec: first those that split dims, then those of partial reductions."""
         return (*(axis for dim in self.dims for axis in dim.axes), *(axis for axis, _ in self.partial))
 
 
@@ -173,8 +173,8 @@ def _is_axis(item: object) -> bool:
 
 
 def _freeze_dim(item: object, spec: object, entry: str) -> str | tuple[str, ...] | None:
-    """Return ``item``, one dim of the tuple ``spec``, as an axis, a tuple of axes, or None; raise PlanError
-    for others.
+    """Return ``item``, the entry for one dim in the tuple ``spec``, as an axis, a tuple of axes, or None. Raises
+    PlanError for anything else.
     """
     if item is None or item == "None":
         return None
@@ -478,7 +478,7 @@ class _Tensor:
 
     def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
         """Return ``layout`` with ``dim`` also split over ``axis``, inside each of ``pieces`` chunks of a local digit.
-        The first digit is used whose size divides by pieces and ranks.
+        Of the local digits, the first that pieces and ranks divide is taken.
         """
         size = self.mesh.size(axis)
         for at, (radix, bound) in enumerate(layout.dims[dim]):

@@ -216,8 +216,8 @@ def _balanced(entry: Pp, count: int, work: Sequence[int]) -> list[int]:
 
 
 def _cuts(entry: Pp, count: int, parts: Sequence[str], blocks: Sequence[str]) -> list[int]:
-    """Return where the plan cuts the model into ``count`` stages: the index in ``parts`` at which each stage begins. It
-    is 0, then the first match of each glob of ``entry.cut``.
+    """Return where the plan cuts the model into ``count`` stages: the index in ``parts`` at which each stage begins.
+    Stage 0 begins at 0, each later stage at the first match of its glob in ``entry.cut``.
 
     Args:
         parts: names of the modules with parameters of their own, in order.

@@ -21,8 +21,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """The cache key of a program: its call, model, mesh, plan and device. Not in it are the guards, values of the model
-    that a capture reads (`Guards`).
+    """The cache key of a program: its call, model, mesh, plan and device. Its guards (values of the model that the
+    capture read) are not part of the key.
 
     A module finds its programs by ``call``, since the other fields are the same for all of them. The store and saved
     programs compare all fields, and the versions of torch and shardc.

@@ -456,8 +456,8 @@ def constants(half: str) -> str:
 
 
 def read(folder: Path, record: Record, name: str) -> bytes:
-    """Return the bytes of the file ``name`` of a saved program. Raises PrecompiledError if it is missing, a link, or
-    changed: its hash is then not that in ``record``.
+    """Return the bytes of the file ``name`` of a saved program. Raises PrecompiledError if the file is missing, a link,
+    or changed (its hash is not the one in ``record``).
     """
     data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
     if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:

@@ -180,7 +180,7 @@ class Store:
 
     @property
     def _none(self) -> Path:
-        """Path of the file that marks a program of this key as one that cannot be stored."""
+        """Path of the file that marks this key as one whose program cannot be stored."""
         return self.folder / "none"
 
     def add(

@@ -187,8 +187,8 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
 
 
 def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
-    """Return the key by which graphs pass on a value that ``half`` takes or gives as ``name`` with ``role``. A term of
-    a sum has the key of the sum.
+    """Return the key by which a graph passes a value to another: ``half`` takes or gives the value as ``name`` with
+    ``role``. A term of a sum has the key of the sum.
     """
     if role.kind == "saved":
         return saved_key(half, name, microbatch)

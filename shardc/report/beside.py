@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column and those named in ``left`` are aligned left."""
+    """A table of text. The first column and the columns named in ``left`` are aligned left, all others right."""
 
     title: str
     head: tuple[str, ...]

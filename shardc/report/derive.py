@@ -249,8 +249,8 @@ def _same_form(first: _Sample, other: _Sample, where: str) -> None:
 
 
 def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | None, ...]]:
-    """Return the symbol of each dim of each input, for formulas: input -> ("batch", "sequence" or None per dim). They
-    are ``dims``, or chosen by dtype.
+    """Return the symbol of each dim of each input, for formulas: input -> ("batch", "sequence" or None per dim). By
+    default (``dims`` is None), symbols are chosen by the inputs' dtypes.
     """
     integers = {
         ir.role(node).name
@@ -280,6 +280,6 @@ def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int 
 
 
 def _point_text(at: tuple[int, int], has: Mapping[sympy.Symbol, bool]) -> str:
-    """Return the sizes ``at`` (batch, sequence) as text, without those that the program does not have."""
+    """Return the sizes ``at`` (batch, sequence) as text. A size that the program does not have is left out."""
     parts: Iterator[str] = (f"{s} {n}" for s, n in zip((BATCH, SEQUENCE), at, strict=True) if has[s])
     return ", ".join(parts) or "its size"

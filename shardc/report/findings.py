@@ -41,8 +41,8 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return ``findings`` with those merged that differ only in the number of a repeated layer. A merged finding has
-    their total cost.
+    """Return ``findings``, with findings merged that differ only in the number of a repeated layer. The merged finding
+    has their total cost.
     """
 
     def kind(f: Finding) -> tuple[str, ...]:

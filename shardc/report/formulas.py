@@ -204,8 +204,8 @@ class Costs:
         return self.compute_seconds + sympy.Add(*(move.seconds for move in self.moves))
 
     def values(self, mesh: Mesh | None = None, hardware: Hardware | None = None, **sizes: int) -> Values:
-        """Return the value of every symbol in the formulas: symbol -> number. Axis sizes are those of ``mesh``, latency
-        and bandwidth those of ``hardware``.
+        """Return the value of every symbol in the formulas: symbol -> number. ``mesh`` gives the axis sizes,
+        ``hardware`` the latencies and bandwidths.
 
         >>> from shardc.ir.mesh import Mesh
         >>> import shardc, torch

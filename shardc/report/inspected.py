@@ -172,7 +172,7 @@ class InspectedProgram(Program):
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """Return findings about needless communication and compute under the plan, the most costly first. The arguments
-        are those of `schedule`.
+        are as for `schedule`.
 
         Raises:
             PlanError: the plan has pipeline stages.

@@ -113,7 +113,7 @@ def memory_of(
     holds: list[tuple[str, int, int, int, int, int]] = []
 
     def hold(owner: str, size: int, start: int, end: int, by: int, number: int = 0) -> None:
-        """Count ``size`` bytes for ``owner`` while ops ``start`` to ``end`` run. They hold result ``number`` of op
+        """Count ``size`` bytes for ``owner`` while ops ``start`` to ``end`` run. The bytes hold result ``number`` of op
         ``by``.
         """
         holds.append((owner, size, start, end, by, number))
@@ -200,8 +200,8 @@ _NEAR = 64  # most nodes behind a value that are searched for a source line
 
 
 def _first_use(node: fx.Node) -> str:
-    """Return the source line of the nearest op that uses ``node``, directly or through others, and has one. "" if none
-    is nearby.
+    """Return the source line of an op that uses ``node``, directly or through other ops: the nearest op that has a
+    source line. "" if none is nearby.
 
     Behind a bucket of collectives, only the result for the value that went in is followed.
     """

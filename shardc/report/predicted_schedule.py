@@ -162,7 +162,9 @@ def build(
 
 @dataclass(frozen=True)
 class _Moved:
-    """The transfer of a collective, or of a host copy; fields as in `Collective`, and the number of its messages."""
+    """The transfer of a collective or host copy, before its price is known: kind, axes, ranks, dtype, bytes, wire bytes
+    and number of messages.
+    """
 
     kind: str
     axes: tuple[str, ...]

@@ -338,9 +338,7 @@ class Prediction:
 
     @property
     def host_update_seconds(self) -> float:
-        """Return the seconds of the optimizer's update of parameters that lie on the host. They are a part of
-        ``optimizer_seconds``.
-        """
+        """Return the part of ``optimizer_seconds`` that the update of parameters on the host takes."""
         return self.hardware.update_seconds(_updated(dict(self.memory.host)), host=True)
 
     def stage_of(self, transfer: Collective) -> int | None:

@@ -126,8 +126,8 @@ class CapturedModel:
 
     @classmethod
     def of(cls, source: ModelCall, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> CapturedModel:
-        """Capture the model with a few of its repeated blocks, and return the capture. It serves all plans that treat
-        the same blocks alike as ``plan`` does.
+        """Capture the model with a few of its repeated blocks, and return the capture. The capture serves all plans
+        that treat the same blocks alike as ``plan`` does.
 
         Args:
             source: the model and the arguments of its call.
@@ -175,7 +175,7 @@ class CapturedModel:
 
     @cached_property
     def forward(self) -> CapturedModel:
-        """The captured model without its backward: layouts for it are chosen three times as fast."""
+        """The captured model without its backward, for which layouts are chosen three times as fast."""
         return replace(self, captured=replace(self.captured, graph=passes.inference(self.captured.graph)))
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:

@@ -196,7 +196,7 @@ class Fit:
             plan, now = step
 
     def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
-        """Return the ``measures`` that free memory, the one that costs the fewest seconds per byte first.
+        """Return the ``measures`` that free memory, sorted by the seconds that they cost per byte freed.
 
         Args:
             now: cost of ``plan`` without them.

@@ -301,8 +301,8 @@ class Search:
         return candidate
 
     def _room(self, over: tuple[str, ...]) -> float:
-        """Return the bytes that a solution may take so that its plan fits in memory. Learned from the plans so far
-        whose predicted peak was higher than the solution's bytes.
+        """Return the bytes that a solution may take if its plan is to fit in memory. Predicted peaks of earlier plans
+        show by how much peaks exceed the bytes of solutions.
         """
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 

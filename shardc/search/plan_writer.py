@@ -222,8 +222,8 @@ class Writer:
         return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
-        """Return (whether the parameters ``whole`` are all smaller than the others, the size in bytes below which they
-        are).
+        """Return (whether the parameters ``whole`` are all smaller than those in ``split``, the size in bytes that
+        separates the two).
 
         Args:
             whole, split: names of the parameters that are replicated, and of those that are split.

@@ -1,4 +1,6 @@
-"""The search as users ask for it: `auto` in place of a plan, and `find_plan`; `search_once` runs it on rank 0."""
+"""The user's interface to the search: `auto` in place of a plan, and `find_plan`. `search_once` runs a search on rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -205,8 +207,8 @@ class Auto:
         return result
 
     def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int, blocks: int) -> dict[Mesh, str]:
-        """Return the meshes to search, each with its axis of pipeline stages ("" for none). They are ``mesh`` alone, or
-        if it is None all meshes of `ranks` ranks.
+        """Return the meshes to search, each with its axis of pipeline stages ("" for none). These are ``mesh`` alone,
+        or all meshes of `ranks` ranks if ``mesh`` is None.
 
         Args:
             mesh: the mesh, or None.

@@ -83,7 +83,7 @@ class Trial:
 
     @property
     def is_solution(self) -> bool:
-        """Return whether the plan is a solution of the layout problem. A ready-made plan can be one, too."""
+        """Return whether the plan is a solution of the layout problem. It may also be a ready-made plan."""
         return self.variables > 0
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class Found:
         return replace(self, trials=tuple(trial for trial in self.trials if id(trial) in ids))
 
     def table(self) -> str:
-        """Return all plans that were tried as a table, the fastest first; those that do not fit are last."""
+        """Return a table of all plans that were tried, the fastest first. Plans that do not fit in memory are last."""
         rows = sorted(self.trials, key=lambda t: (not t.fits, t.seconds, str(t.mesh), str(t.plan)))
         return plain([trial.row() for trial in rows], HEAD)
 

@@ -136,8 +136,8 @@ def _part(names: Sequence[str], node: fx.Node) -> str:
 
 
 def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
-    """Return the ops of a backward from which the gradients of the model's first part are computed. They pass through
-    all of its blocks.
+    """Return the ops of a backward that compute the gradients of the model's first part. They run through all blocks,
+    the last block first.
     """
     results = [(role, x) for role, x in ir.outputs(half.graph) if isinstance(x, fx.Node)]
     work = [x for role, x in results if role.name and _part_name(names, role.name) == names[0]]
@@ -343,8 +343,8 @@ class Player:
         return self.played[starts]
 
     def _seconds(self, stages: Sequence[Sequence[Part]]) -> float:
-        """Return the seconds of a step whose stages consist of the parts ``stages``. Equal to those of `clock`, but
-        fast, since hundreds of cuts are tried.
+        """Return the seconds of a step whose stages consist of the parts ``stages``. The result equals that of `clock`,
+        but is computed faster, since hundreds of cuts are tried.
         """
         schedule, (latency, byte) = self.schedule, self.message
         durations = [{kind: sum(part.seconds[kind] for part in parts) for kind in parts[0].seconds} for parts in stages]

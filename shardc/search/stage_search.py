@@ -109,8 +109,8 @@ class StageSearch(Search):
     # --- what is tried
 
     def _layouts(self) -> Iterator[Plan]:
-        """Yield the plans to try as layouts of a stage: the ready-made plans. While no plan fits in memory, also these
-        plans with all blocks recomputed.
+        """Yield the plans to try as layouts of a stage: first the ready-made plans. If none of these fits in memory,
+        then the same plans with all blocks recomputed.
         """
         forms = [form for _, plan in self.inner.forms_of() for form in (kept_whole(plan, self.rest), plan)]
         unique = list({str(plan): plan for plan in forms}.values())
@@ -122,8 +122,8 @@ class StageSearch(Search):
                 )
 
     def _counts(self, ways: int) -> list[int]:
-        """Return the numbers of microbatches to try, the largest first. The batch is split over ``ways`` ranks
-        besides.
+        """Return the numbers of microbatches to try, the largest first. ``ways`` is the number of ranks over which the
+        batch is split before.
         """
         if self.entry is not None and (requested := self.hand.setting("microbatches")) > 1:
             return [requested]
@@ -152,8 +152,8 @@ class StageSearch(Search):
     # --- bounds
 
     def _may_win(self, order: Schedule) -> bool:
-        """Return whether the pipeline schedule ``order`` may be faster than the fastest plan so far. If it cannot, the
-        reason goes to `left_out`.
+        """Return whether the pipeline schedule ``order`` may be faster than the fastest plan so far. If not, the reason
+        is added to `left_out`.
         """
         bound = self._bound(order)
         if bound < self.limit():

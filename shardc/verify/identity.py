@@ -111,7 +111,9 @@ def fingerprints(
 
 
 def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
-    """Return those of the collectives ``replaced`` (by result name) whose results ``graph`` computes by other ops."""
+    """Return the collectives of ``replaced`` (result name -> collective) whose results ``graph`` computes by
+    other ops.
+    """
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}
     return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}
@@ -135,7 +137,7 @@ def _fingerprint(node: fx.Node, prints: Fingerprints) -> Fingerprint:
 
 
 def with_fingerprints(argument: fx.node.Argument, prints: Fingerprints) -> object:
-    """Return ``argument``, an argument of a node, with the nodes in it replaced by their fingerprints."""
+    """Return ``argument``, an argument of a node, with fingerprints in place of the nodes in it."""
     if isinstance(argument, fx.Node):
         return prints[argument]
     return [with_fingerprints(part, prints) for part in argument] if isinstance(argument, list | tuple) else argument

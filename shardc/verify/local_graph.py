@@ -35,8 +35,8 @@ _COMBINING: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """The mathematical result of a collective of one tensor, as fingerprints. The verifier recognises by it other ops
-    that compute the same value.
+    """The mathematical result of a collective of one tensor, as fingerprints. The verifier uses it to recognise other
+    ops that compute the same value.
 
     Args:
         value, operand: fingerprints (`shardc.verify.identity`) of its result and of its operand.

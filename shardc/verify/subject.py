@@ -57,8 +57,8 @@ class State:
 
 @contextmanager
 def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iterator[None]:
-    """Context manager for checks of ``programs``: a VerifyError without a fix is raised again with a fix that names a
-    report file, which is written for it.
+    """Context manager for checks of ``programs``. It writes a report file for a VerifyError that has no fix, and raises
+    the error with a fix that names the file.
 
     Args:
         programs: title in the file -> graph; None for a graph that does not exist.
@@ -143,8 +143,8 @@ class Subject:
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the `Value` (type and layout) of the tensor that the output (``kind``, ``name``) belongs to: of the
-        parameter or input of a gradient, of the buffer of a new value. None for other outputs.
+        """Return the `Value` (type and layout) of the stored tensor behind the output (``kind``, ``name``): of a
+        gradient's parameter or input, or of an updated buffer. None for other outputs.
         """
         return self.stored.get(("param" if kind == "grad" else kind, name))
 

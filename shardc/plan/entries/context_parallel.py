@@ -16,7 +16,7 @@ METHODS = ("auto", "gather", "ring", "ulysses")
 
 @dataclass(frozen=True)
 class Cp(BatchEntry):
-    """Splits dim ``dim`` of inputs over ``axis``; the other fields are those of `shardc.cp`."""
+    """Splits dim ``dim`` (the sequence) of inputs over ``axis``. The other fields are the arguments of `shardc.cp`."""
 
     method: Annotated[str, Literal["auto", "gather", "ring", "ulysses"]] = "auto"
     modules: str = "*"

@@ -16,7 +16,9 @@ from shardc.validate import Range, check_fields
 
 @dataclass(frozen=True)
 class Offload(Entry):
-    """Keeps the parameters that ``glob`` matches on the host, or not; the fields are those of `shardc.offload`."""
+    """Keeps the parameters that ``glob`` matches on the host, or exempts them from an earlier entry. The fields are the
+    arguments of `shardc.offload`.
+    """
 
     glob: str
     to: Annotated[str, Literal["host", "device"]] = "host"
@@ -51,7 +53,7 @@ class Offload(Entry):
 
 @dataclass(frozen=True)
 class Save(Entry):
-    """Chooses where activations of modules are kept for backward; the fields are those of `shardc.save`."""
+    """Chooses where activations of modules are kept for backward. The fields are the arguments of `shardc.save`."""
 
     glob: str
     where: Annotated[str, Literal["host", "device", "recompute"]]
