@@ -26,8 +26,8 @@ from shardc.ir.code import calling_line
 
 
 def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replaces a call of ``op``, which writes to arguments, in a trace: calls its functional form, and assigns the new
-    values to the arguments. Returns what ``op`` returns.
+    """Replaces a call of ``op``, a custom op that writes to arguments, in a trace. Calls the functional form of ``op``,
+    assigns the new values to the arguments, and returns what ``op`` returns.
 
     Raises:
         CaptureError: two written arguments share elements.

@@ -134,8 +134,8 @@ def _is_number_of_numpy(function: object) -> bool:
 
 
 def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradients: bool = True) -> list[object]:
-    """Number the outputs of a joint graph by value: outputs that the same ops compute from equal operands have equal
-    numbers. Graphs that share ``numbers`` can be compared.
+    """Return a number for each output of a joint graph: outputs that the same ops compute from equal operands have
+    equal numbers. Outputs of several graphs can be compared if these share ``numbers``.
 
     Args:
         numbers: value of a node (op and operands) -> its number; extended.

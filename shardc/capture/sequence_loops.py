@@ -449,8 +449,8 @@ class _Loop:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases a node that takes a slice if nothing uses it. If it takes an item of a tuple (of ``split``), the tuple is
-    erased as well.
+    """Erases a node that takes a slice if nothing uses it. If it took an item of a tuple (of ``split``) that nothing
+    else uses, the tuple is erased as well.
     """
     if node.op in ("call_function", "call_method") and not node.users:
         source = node.args[0]

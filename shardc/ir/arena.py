@@ -89,8 +89,8 @@ PLAN = "shardc_memory"  # on a half's output node: its MemoryPlan
 
 @dataclass(frozen=True)
 class Slot:
-    """Memory of one result of a collective (or of a term that is received and then added to it), and the time in which
-    it is in use.
+    """Memory of one result of a collective (or of a term that is received and then reduced into it), and the time in
+    which it is in use.
 
     Args:
         name: name of the result in the graph's text; with ``.wire`` for a received term.

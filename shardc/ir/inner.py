@@ -167,7 +167,7 @@ def _contents(cell: types.CellType) -> object:
 
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
-    """Return whether two tuples have the same objects. Plain values (numbers, strings) need to be equal only."""
+    """Return whether two tuples have the same objects. For plain values (numbers, strings) it is enough to be equal."""
     if len(before) == len(now) and all(map(is_, before, now)):
         return True
     return len(before) == len(now) and all(

@@ -453,7 +453,9 @@ Padding = tuple[Runs, ...]  # the runs of each dim
 
 
 def unpadded(shape: Sequence[int]) -> Padding:
-    """Return the `Padding` of a tensor of ``shape`` that is not padded: a single run for each dim."""
+    """Return the `Padding` (the runs of each dim) of a tensor of ``shape`` without padding: a single run for each
+    dim.
+    """
     return tuple((Run(size, size),) for size in shape)
 
 
@@ -479,7 +481,7 @@ def axes_of(padding: Padding) -> tuple[str, ...]:
 
 def canonical_runs(runs: Sequence[Run]) -> Runs:
     """Return the ``runs`` of a dim, major to minor, in canonical form: each unpadded run is merged into the run before
-    it. The padding of the merged run is still at its end.
+    it. A merged run still has its padding at its end.
 
     >>> canonical_runs([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))

@@ -175,8 +175,8 @@ class Walk:
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
     def ref(self, value: object) -> str:
-        """Return a text for an object that is the same in every process. Record the functions and classes that it
-        refers to.
+        """Return a text for ``value`` that is the same in every process. Record the functions and classes that
+        ``value`` refers to.
         """
         if is_plain(value):
             return plain_text(value)
