@@ -113,7 +113,8 @@ def batches(
 
 
 class Batches:
-    """The iterable that `batches` returns; it starts anew for each epoch, as its loader does.
+    """The iterable that `batches` returns. Each ``for`` loop over it starts a new epoch, as a loop over its loader
+    does.
 
     Args:
         loader: yields the batches.

@@ -65,7 +65,7 @@ class InputError(ShardcError, ValueError):
 
 
 class InitError(ShardcError, RuntimeError):
-    """An initialisation cannot run shard by shard, or leaves a tensor without values."""
+    """An initialisation cannot run on shards alone, or leaves a tensor without values."""
 
 
 class BackwardError(ShardcError, RuntimeError):

@@ -112,7 +112,7 @@ def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """Return copies of a guard ``read`` of the shortened model, one for every block of the run.
+    """Return a guard of the shortened model, ``read``, once for every block of the run that its block stands for.
 
     A read of none of these blocks is returned alone.
 
@@ -154,7 +154,9 @@ def repeats_of(request: Request, keep: int) -> Repeats:
 
 
 def alike_parts(request: Request, run: Repeat) -> list[Repeat]:
-    """Returns the parts of ``run`` whose blocks the plan treats the same, in order."""
+    """Splits ``run``, consecutive equal blocks, where the plan treats neighbouring blocks differently. Returns the
+    pieces in order.
+    """
     pins, dtypes, saves = request.activations(), request.dtypes, request.policies()
     parts = [Repeat(run.path, run.first, 0)]
     for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, saves, dtypes)):

@@ -91,7 +91,9 @@ class Joint:
 
     @cached_property
     def stages(self) -> dict[str, fx.Graph]:
-        """Stage -> the graph after it; runs the passes again if the graphs were not kept."""
+        """Graphs after each stage up to the split into forward and backward: stage name -> graph. The passes run again
+        if the graphs were not kept.
+        """
         graphs = dict(self.stage_graphs)
         if len(graphs) < len(self.names):
             with warnings.catch_warnings():

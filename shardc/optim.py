@@ -312,8 +312,8 @@ class _OnShards(torch.optim.Optimizer):
                     self.state[shard.param] = pytree.tree_map(shard.placed, state)
 
     def _step_unchanged(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, object]]) -> bool:
-        """Repeats the kernel calls of the last step with the present gradients and options. Returns False if something
-        changed, so that it cannot.
+        """Repeats the kernel calls of the last step with the present gradients and options. Returns False if they
+        cannot be repeated, because something changed.
         """
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         if self._calls is None or scaled or not self._are_known(groups) or not self._has_same_state(state):

@@ -44,7 +44,7 @@ class PipelineCut(MicrobatchCut):
 
     @property
     def stages(self) -> PipelineStages:
-        """The stages of the plan's pipeline."""
+        """The pipeline stages that the plan asks for."""
         assert self.bound.pp is not None
         return self.bound.pp
 

@@ -67,7 +67,9 @@ class Range:
 
 
 class Bytes:
-    """Annotation of a number of bytes, or of text with a unit ("8 MiB"); ``also`` are special values allowed too."""
+    """Type annotation for a number of bytes, also as text with a unit ("8 MiB"). ``also`` lists special values that are
+    allowed too.
+    """
 
     def __init__(self, *also: int) -> None:
         self.also = also
@@ -130,8 +132,8 @@ def check_fields(
 
 
 def renamed(**names: str) -> Callable[[T], T]:
-    """Decorator for renamed arguments (old name = new name) of a function or a class. A call with an old name raises an
-    error that gives the new one.
+    """Decorator for functions or classes with renamed arguments, given as old name = new name. A call with an old name
+    raises an error that gives the new name.
 
     >>> @renamed(way="dispatch")
     ... def ep(dispatch: str = "auto") -> None: ...

@@ -23,7 +23,7 @@ from shardc.search.result import Found, Trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan``."""
+    """Add the arguments of the command ``plan``."""
     target.add_model(parser)
     parser.add_argument("--ranks", type=target.count_of, metavar="N", help="search the meshes of so many ranks")
     parser.add_argument("--mesh", help="axes and sizes, as dp=2,tp=4: search this mesh alone")

@@ -111,7 +111,9 @@ def add_fold(parser: argparse.ArgumentParser) -> None:
 
 
 def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the argument that selects stages (`stages_of`); ``what`` is the start of its help text."""
+    """Add the argument ``--passes``, which selects stages of the compiler (see `stages_of`). ``what`` is the start of
+    its help text.
+    """
     parser.add_argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
 
 

@@ -120,8 +120,8 @@ class Explainer:
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
     def _sources(self, at: int) -> tuple[int, ...]:
-        """Return the positions of the ops whose values the op at ``at`` uses. For one result of a bucketed collective,
-        that is the op of one tensor.
+        """Return the positions of the ops whose values the op at ``at`` uses. One result of a bucketed collective uses
+        one tensor, not the whole bucket.
         """
         op = self.step.ops[at]
         if op.node.target is getitem and self.step.ops[op.reads[0]].kind == START:

@@ -203,7 +203,9 @@ def _kernel(
 
 
 def is_inner(buffer: Buffer, kernel: set[int], step_outputs: set[int]) -> bool:
-    """Return whether ``buffer`` is used only inside the kernel that allocates it, whose ops are ``kernel``."""
+    """Return whether ``buffer`` is used only inside the kernel that allocates it. ``kernel`` has the positions of that
+    kernel's ops.
+    """
     return id(buffer) not in step_outputs and all(reader in kernel for reader in buffer.readers)
 
 
@@ -385,8 +387,8 @@ def _mend(axis: str, work: _Axis, total: int, params: Mapping[str, Layout]) -> s
 
 
 def _largest(modules: dict[str, float]) -> list[str]:
-    """Return the names of the modules with the most operations, the largest first, `NAMED` at most; ``modules``: name
-    -> operations.
+    """Return the names of the modules with the most operations, at most `NAMED`, the largest first. ``modules`` maps
+    name -> operations.
     """
     return sorted(modules, key=lambda module: -modules[module])[:NAMED]
 

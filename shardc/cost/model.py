@@ -125,7 +125,7 @@ class CostModel:
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Measured]]:
-        """Return kind of collective -> its measurements."""
+        """Return the measurements by kind of collective: kind -> its rows of `Measured`."""
         out: dict[str, list[Measured]] = {}
         for row in self.kinds:
             out.setdefault(row.kind, []).append(row)

@@ -366,8 +366,8 @@ class _Moves:
                 yield Move("permute_ranks", tuple(changed)), after
 
     def _waiting_slices(self) -> Iterator[tuple[Move, State]]:
-        """Yield local slices that split an unused axis part at a temporary place. Shards and later moves get smaller by
-        them.
+        """Yield local slices that split an unused axis part at a temporary place. They make shards, and so later moves,
+        smaller.
 
         Such a slice pays if the part's target is blocked. Otherwise the part must be gathered again, which pays only if
         it shares the work of a reduction, or if the smaller shards can be permuted among ranks.

@@ -77,8 +77,8 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
 
 
 def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that fetch other ranks' keys and values for attention ops: the collective, the op that packs its
-    operand, and the ops between it and the attention.
+    """Return the nodes that fetch other ranks' keys and values for attention: the collective, the op that packs its
+    operand, and the ops between collective and attention.
     """
     nodes: set[fx.Node] = set()
     for call in (node for op in (CALL, FLEX) for node in graph.find_nodes(op="call_function", target=op)):
@@ -448,8 +448,8 @@ class Gathered:
 
     @property
     def order(self) -> tuple[bool, float, float, str]:
-        """Return the sort key of this parameter among those to keep unsharded: most seconds saved per byte first. On a
-        tie, the parameter that backward uses first.
+        """Return the sort key by which parameters are chosen to stay unsharded: most seconds saved per byte first. On a
+        tie, the parameter first that backward uses first.
 
         The parameter that backward uses first is unsharded for the shortest time, since forward used it last. Its
         second gather would have the least compute to overlap with.
@@ -461,8 +461,8 @@ class Gathered:
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """Return ``levels`` with some parameters kept unsharded for backward: level 2 in place of 3. Those that save the
-    most time per byte are chosen, until their bytes reach ``budget``.
+    """Return ``levels`` with some parameters kept unsharded for backward: level 2 in place of 3. Parameters that save
+    the most time per byte are chosen, until their bytes reach ``budget``.
 
     Args:
         graph: the localized joint graph.

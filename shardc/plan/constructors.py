@@ -190,7 +190,7 @@ def precision(
     matmul: str | None = None,
     scaling: str | None = None,
 ) -> Plan:
-    """Return the plan for mixed precision; `shardc.plan.entries.Precision` describes the arguments.
+    """Return the plan for mixed precision. The arguments are described at `shardc.plan.entries.Precision`.
 
     The order is fixed: the gradient of the output is scaled (``Plan(reduce=..., grad_scale=...)``); parameters'
     gradients are cast to ``reduce``, reduced over the shard axes, then over the replicate axes, and cast back.

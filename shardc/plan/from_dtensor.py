@@ -59,7 +59,7 @@ def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
 
 
 def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> None:
-    """Raise PlanError if the plan stores a parameter in another layout than that of the model's DTensor.
+    """Raise PlanError if the plan stores a parameter that is a DTensor in a layout other than the DTensor's.
 
     Args:
         entries: the result of `dtensor_entries`.

@@ -53,7 +53,7 @@ WHERE = "Plan.from_hf(model)"
 
 
 def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
-    """Return the entries of the plan that a Hugging Face model defines.
+    """Return the plan entries for the tensor-parallel plan that a Hugging Face model defines, over ``axis``.
 
     Keys that match nothing are ignored: they are for other configurations of the model's class.
 

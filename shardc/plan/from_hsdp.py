@@ -121,8 +121,6 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 
 def _check(name: str, value: object, good: bool, wanted: str) -> None:
-    """Raise PlanError unless ``good``: the ``value`` of argument ``name`` is then invalid. ``wanted`` describes valid
-    values.
-    """
+    """Raise PlanError about the ``value`` of argument ``name`` unless ``good``. ``wanted`` describes valid values."""
     if not good:
         raise PlanError(f"{name}={value!r} is not {wanted}", plan_entry=f"hsdp_plan({name}={value!r})")

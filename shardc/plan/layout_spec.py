@@ -109,7 +109,9 @@ class DimsSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the mesh axes in the spec: first those that split dims, then those of partial reductions."""
+        """Return the mesh axes that the spec names: first the axes that split dims, then the axes of partial
+        reductions.
+        """
         return (*(axis for dim in self.dims for axis in dim.axes), *(axis for axis, _ in self.partial))
 
 

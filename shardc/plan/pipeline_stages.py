@@ -27,7 +27,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The stages of a pipeline, and the parameters and modules of each.
+    """The pipeline stages of a model: the number of stages, and the stage of each parameter and module.
 
     Args:
         entry: the plan entry.
@@ -46,7 +46,7 @@ class PipelineStages:
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, model: nn.Module) -> PipelineStages | None:
-        """Return the stages of ``model`` on ``mesh``; None if ``plan`` has no pipeline.
+        """Return the pipeline stages of ``model`` on ``mesh``; None if ``plan`` has no pipeline.
 
         Raises:
             PlanError: the plan has one microbatch only, the schedule does not have these numbers of ranks and

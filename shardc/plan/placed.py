@@ -22,8 +22,7 @@ from shardc.plan.layout_spec import Form, leaves_dims, to_layout
 def grown_layout(
     spec: Form, mesh: Mesh, shape: Sequence[int], *, what: str, entry: str, padded: Sequence[int] | None = None
 ) -> Layout | None:
-    """Return the padded layout of ``spec``: each dim that its axes do not divide is padded to the next size that they
-    divide.
+    """Return the padded layout of ``spec``: a dim that its mesh axes do not divide has the next size that they divide.
 
     Args:
         spec: the spec, in hashable form.
@@ -154,7 +153,7 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """Return the first of the parameter's names, its own if it is tied."""
+        """Return the parameter's own name, the first of its names if it is tied."""
         return self.names[0]
 
     @property
@@ -248,8 +247,8 @@ class SavePolicy:
     entry: str
 
     def comparable(self, module: str) -> SavePolicy:
-        """Return the policy in a form that can be compared between blocks: for ``module``, and without the entry's text
-        if the block's graph does not contain that text.
+        """Return the policy for ``module`` in a form that can be compared between repeated blocks. The entry's text is
+        left out unless it is part of a block's graph.
 
         Repeated blocks can share a graph only if their policies are equal in this form.
         """

@@ -1,4 +1,4 @@
-"""Resolves a plan for a model's inputs, outputs and named activations."""
+"""Resolves a plan for a model's inputs, outputs and named activations: which layout and plan entry each has."""
 
 from __future__ import annotations
 
@@ -256,7 +256,8 @@ def resolve_outputs(plan: Plan, names: Sequence[str]) -> list[tuple[Form, str] |
 
 
 def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str]]:
-    """Return flat position -> (spec, entry) of tensor outputs; ``spec`` is the structure of the outputs.
+    """Return the specs that the plan gives tensor outputs: flat position -> (spec, plan entry). ``spec`` is the pytree
+    structure of the outputs.
 
     Raises:
         PlanError: as `resolve_outputs`.

@@ -72,7 +72,7 @@ class BoundPlan:
 
     @property
     def reduce(self) -> str:
-        """Return "mean" or "sum", which combines the ranks' losses if no loss is in the graph."""
+        """Return how the plan combines the ranks' losses if no loss is in the graph: "mean" or "sum"."""
         return str(self.plan.setting("reduce"))
 
     @property
@@ -134,8 +134,8 @@ class BoundPlan:
         return to_layout(pin.spec, self.mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry
 
     def grown(self, tag: str, shape: Sequence[int], padded: Sequence[int]) -> Layout | None:
-        """Return the padded layout of a pinned activation: a dim that its mesh axes do not divide is padded. None if
-        they divide all its dims.
+        """Return the padded layout of a pinned activation, in which its mesh axes divide every dim. None if they divide
+        all dims without padding.
 
         Args:
             tag: its tag name.

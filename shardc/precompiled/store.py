@@ -96,7 +96,7 @@ class Stored(Precompiled):
 
 @dataclass(frozen=True)
 class Store:
-    """The stored programs of one `ProgramKey`. They differ in their guards (values that the capture read).
+    """The stored programs with one `ProgramKey`. The programs differ in their guards (values that the capture read).
 
     Args:
         folder: has a folder for each program.
@@ -153,8 +153,8 @@ class Store:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Context manager for compiling and adding a program: one process of a machine enters, the others wait for its
-        exit.
+        """Context manager for compiling and adding a program to the store. One process of a machine enters it, and the
+        other processes wait for its exit.
 
         These then look for the added program first. No process waits if an earlier program could not be stored; a block
         that raises does not count as such.

@@ -123,7 +123,7 @@ def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
 
 
 def check_steps(program: Executable, evaluates: bool) -> None:
-    """Raises PrecompiledError if a graph of a loaded program with microbatches reads a value that no earlier graph
+    """Raises PrecompiledError if, in a loaded program with microbatches, a graph reads a value that no earlier graph
     returns.
 
     Args:

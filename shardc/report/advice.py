@@ -49,8 +49,8 @@ class Advice:
     change: int
 
     def finding(self) -> Finding:
-        """Return the tried change as a `Finding` for the HTML page: the seconds it saves are the cost, its line of code
-        the change to make.
+        """Return the tried change as a `Finding` for the HTML page. The seconds that it saves are the finding's cost,
+        and its line of code is the remedy.
         """
         share = self.gain / (self.seconds + self.gain)
         rules = ", ".join(self.rules)
@@ -150,8 +150,8 @@ def _has_input_gradients(program: Program) -> bool:
 
 
 def with_options(program: Program, **changes: Any) -> Program:
-    """Return ``program`` with changed options for the split into forward and backward and for later passes. Earlier
-    passes do not run again.
+    """Return ``program`` compiled with changed options from the split into forward and backward on. Earlier passes do
+    not run again.
     """
     joint = program.joint
     options = replace(program.options, verify=False, hooks=(), dump=None, **changes)

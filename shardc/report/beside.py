@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. The first column and the columns named in ``left`` are aligned left, all others right."""
+    """A table of text. The first column and the columns named in ``left`` are aligned left, all other columns right."""
 
     title: str
     head: tuple[str, ...]

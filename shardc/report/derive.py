@@ -174,8 +174,8 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
 def _verify_axis(
     costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample], at: tuple[int, int]
 ) -> None:
-    """Check the formulas against a capture with another size of ``axis``. The first size at which the program has the
-    same collectives is used.
+    """Check the formulas against a capture with another size of ``axis``. Of a few sizes, the first is used at which
+    the program has the same collectives.
 
     Args:
         first: the sample of the program itself.

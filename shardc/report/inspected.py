@@ -41,7 +41,7 @@ class InspectedProgram(Program):
 
     @typed()
     def draw(self, name: str, stage: str = "collectives") -> Tiles:
-        """Return a picture of which ranks store which part of a tensor. ``print`` it, or call its
+        """Return the `Tiles` of a tensor: which ranks store which part. ``print`` them, or write a picture with
         ``save("picture.png")``.
 
         Args:
@@ -235,7 +235,7 @@ def _of_microbatches(program: Executable) -> tuple[str, ...]:
 
 
 class _Uncut:
-    """Maps a graph of a step with microbatches to the same graph as it was before bucketing and scheduling."""
+    """Maps a graph of a step in microbatches to its state before bucketing and scheduling."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

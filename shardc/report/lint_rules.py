@@ -121,9 +121,8 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the copies and views that touch a collective, directly or through other copies and views only.
-
-    With ``backward``, those from which such a path leads to the start of a collective; else those behind its wait.
+    """Return the copies and views that touch a collective, directly or through other copies and views: in front of it
+    if ``backward``, else behind it.
     """
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Iterable[fx.Node]] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
@@ -137,7 +136,9 @@ def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether the node's result shares memory with its operand (a reshape may or may not)."""
+    """Return whether the node's result shares memory with its operand, by their example values. (A reshape may share it
+    or not.)
+    """
     storages = [x.untyped_storage()._cdata for x in (node.meta["val"], node.all_input_nodes[0].meta["val"])]
     return storages[0] == storages[1]
 
@@ -179,7 +180,7 @@ class Subject:
 
     @cached_property
     def runs(self) -> dict[str, Run]:
-        """The kernels of the joint local graph, with their times: kernel name -> `Run`."""
+        """The kernels of the joint local graph with their predicted times: kernel name -> `Run`."""
         return {run.kernel.name: run for run in self.schedule.runs}
 
     def finding(

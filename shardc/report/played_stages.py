@@ -183,8 +183,8 @@ class Played:
         return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
 
     def _transfer(self, source: int, target: int, flow: StageRuns | None = None) -> float:
-        """Return the seconds of a microbatch's message from stage ``source`` to stage ``target``. ``flow`` has the
-        messages; by default those of the step.
+        """Return the seconds of a microbatch's message from stage ``source`` to stage ``target``. ``flow`` knows what
+        is sent; by default, what a step sends.
         """
         boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())

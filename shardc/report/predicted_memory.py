@@ -182,8 +182,8 @@ def run_end(step: Sequence, at: int) -> int:
 
 
 def _peak_tensor(step: Sequence, owner: str, size: int, at: int, number: int) -> PeakTensor:
-    """Return a `PeakTensor` of ``size`` bytes for ``owner``. It is result ``number`` of the op at ``at``, or the arena
-    if ``at`` is -1.
+    """Return a `PeakTensor` of ``size`` bytes for ``owner``: for result ``number`` of the op at ``at``, or for the
+    arena if ``at`` is -1.
     """
     if at < 0:
         return PeakTensor(owner, size, "arena of collectives' results", "", "")

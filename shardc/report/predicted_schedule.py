@@ -72,7 +72,9 @@ class Schedule(Prediction):
         return json.dumps(export.record(self), indent=1) + "\n"
 
     def to_trace(self) -> str:
-        """Return a Chrome trace as JSON (for Perfetto): compute, a track per axis, memory by owner, arrows to waits."""
+        """Return a Chrome trace as JSON (for Perfetto). It has a track for compute, one per mesh axis, memory by owner,
+        and arrows from collectives to waits.
+        """
         return json.dumps(export.trace(self)) + "\n"
 
     def to_html(self, findings: Iterable[Finding] = (), beside: Prediction | Step | None = None) -> str:

@@ -204,7 +204,7 @@ class Collective:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from start to end."""
+        """Return the seconds from the start to the end of the collective."""
         return self.end - self.start
 
 
@@ -218,7 +218,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from start to end."""
+        """Return the seconds from the start to the end of the kernel."""
         return self.end - self.start
 
 

@@ -83,8 +83,8 @@ class ModelCall:
         )  # fmt: skip
 
     def _resolved(self, plan: Plan, mesh: Mesh) -> dict[str, ParamPlan]:
-        """Return parameter -> its layouts under ``plan``. Results are kept for plans that differ only in pins of
-        activations.
+        """Return the layouts of each parameter under ``plan``: name -> `ParamPlan`. Results are cached, and plans that
+        differ only in pins of activations share one.
         """
         check_axes(plan, mesh)
         entries = [entry for entry in plan.entries if not isinstance(entry, Activation)]

@@ -257,7 +257,7 @@ class Fit:
         return Measure([self._size(glob) for glob in self.globs], apply)
 
     def _others(self) -> Iterator[Measure]:
-        """Yield the other measures (changes that free memory): recompute activations of blocks or their parts, move
+        """Yield measures (changes that free memory): recompute activations of blocks or of their parts, move
         activations of blocks to the host, offload parameters.
         """
         parts_of_blocks = _parts(self.model)

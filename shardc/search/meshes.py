@@ -200,7 +200,7 @@ class SearchOverMeshes:
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
-    """Return the sort key of a trial: its seconds, then the number of axes of its mesh, then text."""
+    """Return the sort key of a trial: its seconds, then the number of axes of its mesh, then mesh and plan as text."""
     return round(trial.seconds, 9), len(trial.mesh.axes), str(trial.mesh), str(trial.plan)
 
 

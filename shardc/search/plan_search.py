@@ -419,7 +419,8 @@ class Search:
 
     @property
     def _attending(self) -> int:
-        """The largest number of query rows per sequence that attention reads; 0 without attention.
+        """The largest number of query rows (tokens of a sequence) that an attention op of the model reads; 0 without
+        attention.
 
         Ops of packed sequences have heads behind the rows, others before them; rows are taken to be more than heads.
         """

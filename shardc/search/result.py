@@ -168,8 +168,8 @@ class Found:
 
     @property
     def value(self) -> float:
-        """Return the cost of the `solution` (of the layout problem) in seconds: communication and compute added up,
-        without overlap.
+        """Return the cost of the solution of the layout problem in seconds: communication and compute added up, without
+        overlap.
         """
         return self.solution.value
 

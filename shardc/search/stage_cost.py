@@ -282,8 +282,8 @@ class Player:
         return best
 
     def _near(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield cuts near the cut ``starts``: those in which some consecutive stages begin one or two possible places
-        earlier or later.
+        """Yield cuts near the cut ``starts``, in which some consecutive stages begin one or two possible places earlier
+        or later.
         """
         at = [self._places.index(start) for start in starts[1:]]
         for by in (-1, 1, -2, 2):
@@ -299,8 +299,8 @@ class Player:
         return [at for at in range(1, len(self.parts)) if self._may(at)]
 
     def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
-        """Return the sort key of a cut into stages. Cuts that fit in memory come first, the fastest first; then the
-        others, the smallest first.
+        """Return the sort key of a cut into stages: cuts that fit in memory come first, sorted by seconds, then cuts
+        that do not fit, sorted by memory.
         """
         fits = played.memory <= self.limit
         return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
@@ -370,8 +370,8 @@ class Player:
 
     @cached_property
     def _in_order(self) -> tuple[list[tuple[int, Kind, int, int]], list[int]]:
-        """Return (actions of all ranks in an order in which they can run, rank that receives each message), so that
-        steps of many cuts can be simulated fast.
+        """Return an order in which the actions of all ranks can run, for fast simulation of many cuts: (actions, rank
+        that receives each message).
 
         An action is (rank, kind, stage, number of its message or -1).
         """

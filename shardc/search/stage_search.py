@@ -122,8 +122,8 @@ class StageSearch(Search):
                 )
 
     def _counts(self, ways: int) -> list[int]:
-        """Return the numbers of microbatches to try, the largest first. ``ways`` is the number of ranks over which the
-        batch is split before.
+        """Return the numbers of microbatches to try, the largest first. ``ways`` is the number of parts into which
+        ranks already split the batch.
         """
         if self.entry is not None and (requested := self.hand.setting("microbatches")) > 1:
             return [requested]
@@ -163,8 +163,8 @@ class StageSearch(Search):
         return False
 
     def _bound(self, order: Schedule) -> float:
-        """Return a lower bound of the seconds of a step in the schedule ``order``: all matrix products at the peak
-        rate, divided by the ranks, and the bubble.
+        """Return a lower bound of the seconds of a step in the pipeline schedule ``order``: all matrix products at the
+        peak rate, divided by the ranks, plus the bubble.
 
         In 1F1B a stage waits for the first microbatch in front of it, and for the last behind it. With the sum c of a
         microbatch in all p stages and m microbatches, no cut is faster than c / (1 - (1 - 1/m)^p). Other schedules
@@ -194,8 +194,8 @@ def _begin(parts: Sequence[Part], at: int) -> str:
 
 
 def _order(trial: Trial) -> tuple[bool, float]:
-    """Return the sort key of a trial. Plans that fit in memory come first, the fastest first; then the others, the
-    smallest first.
+    """Return the sort key of a trial: plans that fit in memory come first, sorted by seconds, then plans that do not
+    fit, sorted by memory.
     """
     return not trial.fits, trial.seconds if trial.fits else trial.memory
 

@@ -89,8 +89,8 @@ def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
 def closes(
     backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> str | None:
-    """Return the first fault of ``last``, the backward of the last microbatch that also closes the step, as text; None
-    if it has none.
+    """Return the first fault of ``last``, the last microbatch's backward that also closes the step, as text; None if it
+    computes the right values.
 
     Its results must be those of ``closing`` on sums of the other microbatches' terms plus the terms of ``backward``.
 

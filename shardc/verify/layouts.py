@@ -38,7 +38,7 @@ def present(subject: Subject) -> Broken:
 
 
 def shapes(subject: Subject) -> Broken:
-    """Check that layouts are on the mesh of the graph and have the global shapes of their values."""
+    """Check that each layout is on the mesh of the graph and has the global shape of its value."""
     for node in subject.nodes[:-1]:
         for value in info(node).tensors:
             if value.layout is not None and value.layout.mesh != subject.mesh:
@@ -66,7 +66,7 @@ def agreement(subject: Subject) -> Broken:
 
 
 def _computing(subject: Subject) -> list[fx.Node]:
-    """Return the ops that compute: all except data movement and getitems."""
+    """Return the ops of a graph that compute: all ops except data movement and getitems."""
     moving = (operator.getitem, *ops.MARKERS.values())
     return [node for node in subject.calls if node.target not in moving]
 

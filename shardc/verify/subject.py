@@ -98,8 +98,8 @@ Broken = Iterator[tuple[fx.Node, str]]
 
 
 def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
-    """Accept the layouts of every op: the check of strategies for a graph that has none. Returns None (no
-    disagreement).
+    """Accept the layouts of every op. Used as ``agrees`` of a `Subject` whose graph is not checked against rules.
+    Returns None (no disagreement).
     """
 
 

@@ -36,7 +36,7 @@ class Data(Entry):
         return self.axes
 
     def only_axis(self, mesh: Mesh) -> str:
-        """Return the axis of a mesh with one axis.
+        """Return the only axis of ``mesh``; PlanError if it has several.
 
         Raises:
             PlanError: ``mesh`` has several axes.

@@ -141,7 +141,7 @@ class Policies:
     entries: tuple[Precision, ...] = ()
 
     def of(self, module: str) -> Precision:
-        """Return the policy that sets the dtypes of the module at path ``module``.
+        """Return the precision entry that sets the dtypes of the module at path ``module``.
 
         It is the last entry that covers the module and sets dtypes, or one that leaves all dtypes as they are.
         """

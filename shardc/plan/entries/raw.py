@@ -163,8 +163,8 @@ class Prefetch(Raw):
         return ("prefetch", self.module)
 
     def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
-        """Check that the modules named by the entry exist; raise PlanError if one does not. Return no pins, since a
-        prefetch gives no layout.
+        """Raise PlanError if a module named by the entry does not exist. Return no pins, since a prefetch gives no
+        layout.
         """
         for name in (self.module, *self.modules):
             if name not in modules:
