@@ -1,5 +1,5 @@
-"""Elementwise ops, copies and norms for lists of DTensors some of which are `Owned`: stored whole on one coordinate
-of a mesh axis.
+"""Elementwise ops, copies and norms of DTensors some of which are `Owned` (stored whole on one coordinate of a mesh
+axis).
 
 DTensor takes `Owned` for a split of dim 0 and gives results an ordinary one, so these ops run on local tensors here:
 optimizers and clipping. Others gather (`dtensor_ops.on_unsharded`).
