@@ -167,7 +167,8 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
-    """Returns None if the op's rule derives the results' layouts from the operands', else the disagreement as text.
+    """Checks the layouts of an op against its rule. Returns None if the layouts of its results follow from those of its
+    operands, else the disagreement as text.
 
     Args:
         operands: layouts of the operands; by default those of the operand nodes.

@@ -283,7 +283,7 @@ def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: fl
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:
-    """Returns the number of ranks among which the work of an op whose tensors have these ``layouts`` is divided."""
+    """Returns how many ranks share the work of an op, given the ``layouts`` of its operands and results."""
     mesh = layouts[0].mesh
     axes = {axis for layout in layouts for axis in layout.bound}
     if any(":" in axis for axis in axes):  # one tensor may bind an axis, another a part of it

@@ -293,8 +293,8 @@ Flow = tuple[list[tuple[int, int | None]], list[int | None]]
 
 
 def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tuple[list[int], list[Flow]]:
-    """Return how a function of the given ``kind`` ("scan", "cond", "while_loop", "loop_gradient") passes values from
-    step to step.
+    """Return how values flow from step to step of an op of this ``kind`` ("scan", "cond", "while_loop",
+    "loop_gradient"): (the operand that each carry starts from, which arguments and results of each graph are carries).
 
     Returns:
         For each carry (value that is carried from step to step), the operand with the same sub-dims. For each graph,
@@ -318,7 +318,8 @@ def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tupl
 
 
 class Factored:
-    """The graphs of a call of an op that runs functions, and its factors.
+    """A call of an op that runs functions, such as ``scan`` or ``cond``: the graphs of the functions, and the factors
+    of the call that follow from their ops.
 
     Attributes:
         operands, results: sub-dims of the operands and of the results.
@@ -438,16 +439,16 @@ class Factored:
         return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - split[at])
 
     def dims(self, rows: Rows) -> tuple[tuple[str, ...], ...]:
-        """Return the factors of each dim."""
+        """Return the names of the factors of each dim of an operand or result, whose sub-dims are ``rows``."""
         return tuple(tuple(map(self.factor, self.sub_dims.leaves(row))) for row in rows)
 
     @staticmethod
     def factor(sub_dim: int) -> str:
-        """Return the name of the factor that a sub-dim is."""
+        """Return the name, such as ``f3``, that ``sub_dim`` has as a factor of the call."""
         return f"f{sub_dim}"
 
     def spec(self) -> Spec:
-        """Return the factors of the call."""
+        """Return the `Spec` of the call. Its factors are the sub-dims of the operands and results."""
         every = sorted(_leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows]))
         free, pending = set(every) - self.sub_dims.whole, NOTHING.union(*self.pending)
         time = frozenset(map(self.factor, self.sub_dims.leaves(self.time)))

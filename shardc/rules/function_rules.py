@@ -209,7 +209,7 @@ class _Body:
         return value
 
     def finish(self) -> fx.Graph:
-        """Return the graph."""
+        """Finish the graph of the function, with its results as outputs; return the graph."""
         for axes in self.wanted:
             coordinate = self.coordinate(axes)
             self._arguments[-1].append(coordinate)

@@ -165,9 +165,9 @@ def _scatter_add(call: Call) -> Spec:
 
 
 def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, Dims]:
-    """Return the factors of an op that selects slices by a one-dim index along argument ``dim``: (`Loops`, factors of
-    the tensor's dims, of the index, of the selected slices). In the slices the index's factor stands in place of the
-    indexed dim's.
+    """Return (`Loops`, factors of the tensor's dims, of the index, of the slices) for an op that selects slices by a
+    one-dim index along argument ``dim``. Slices have the tensor's dims, with the index's factor in place of the indexed
+    dim's.
 
     Example: for ``index_select(x, 1, index)`` with ``x`` [8, 10, 4] and ``index`` [3] these are (d0, v, d2), (k,) and
     (d0, k, d2): the result has shape [8, 3, 4].

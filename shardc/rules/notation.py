@@ -186,8 +186,8 @@ class _Run:
         self._minor: list[Factors] = [()] * len(shape)
 
     def size(self, end: int) -> int:
-        """Return the size that is not yet divided into factors, of the outermost such dim at the major or minor
-        ``end``; 1 if all dims are divided.
+        """Return what is left to divide of the next dim at the major or minor ``end``; 1 if all dims are divided into
+        factors.
         """
         return self._left[end][1] if self._left else 1
 

@@ -74,8 +74,8 @@ def positions(
 
 
 def split(layout: Layout, dim: int) -> bool:
-    """Return whether ``layout`` splits ``dim``. For a tensor without dims the answer is False (torch lets an index use
-    its dim 0).
+    """Return whether ``layout`` splits ``dim``. It does not for a tensor without dims, which torch lets one index along
+    dim 0.
     """
     return layout.ndim > 0 and bool(layout.dim_axes(dim))
 

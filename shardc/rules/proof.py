@@ -164,7 +164,9 @@ def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
 
 
 def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
-    """Return each sequence of digits, (radix, axis) pairs, of a factor of ``size`` split over ``axes`` in any order."""
+    """Return the ways to split a factor of ``size`` over ``axes``, one for each order of the axes and each place of the
+    local digit among them. A way is a sequence of digits, (radix, axis) pairs.
+    """
     split = prod(mesh.size(axis) for axis in axes)
     if size % split:
         return []
@@ -182,7 +184,9 @@ def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
 def run(
     rule: Rule, sample: Sample, call: Call, spec: Spec, dense: Sequence[Tensor | None], strategy: Strategy, ranks: Ranks
 ) -> str | None:
-    """Return a description of the failure of ``sample`` under ``strategy``, or None if it passes."""
+    """Run ``sample`` on shards as ``strategy`` says and compare with ``dense``, the results of the op on full tensors.
+    Return a description of the failure, or None if it passes.
+    """
     inferred = infer(spec, strategy.operands) if strategy.operands else strategy.results
     bound_axes = {axis for layout in strategy.operands for axis in layout.axes}
     if isinstance(inferred, str) or (bound_axes == set(ranks.mesh.axes) and inferred != strategy.results):
@@ -250,7 +254,9 @@ def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether the largest difference is at most ``tolerance`` times the largest value; integers are equal."""
+    """Return whether ``got`` equals ``expected``: exactly for integers, else up to ``tolerance`` times the largest
+    value.
+    """
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(got, expected)
     scale = max(expected.abs().nan_to_num(0, 0, 0).flatten().tolist(), default=0.0)

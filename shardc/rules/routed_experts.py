@@ -402,8 +402,8 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
 
 
 def _waits(rows: _Rows) -> bool:
-    """Return whether the host may wait until it knows the number of rows. It need not if ``rows`` were received in
-    blocks of fixed size.
+    """Return whether the experts' kernel may let the host wait for the number of ``rows``; False if they were received
+    in blocks of fixed size.
     """
     return rows.sent is None or rows.sent.sends is not None
 

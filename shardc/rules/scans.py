@@ -154,7 +154,7 @@ class _Carried:
 
     def scaled_step(self) -> Function | None:
         """Return a scan function as `step` does, with a further carry for each carry in ``sent``: the product of the
-        factors by which the steps scale it.
+        factors by which the steps scale it. Return None if steps do more than scale and add.
 
         Returns None if a step is not of the form ``factor * carry + summand`` for each carry in ``sent``.
         """
@@ -191,7 +191,9 @@ class _Carried:
         return graph, env, products
 
     def _function(self, graph: fx.Graph, results: list[Any]) -> Function:
-        """Return the scan function of ``graph`` with these ``results``, all carries."""
+        """Return a scan function that runs ``graph`` and gives ``results``. All of its results are carries (values that
+        go to the next step).
+        """
         graph.output(tuple(results))
         graph.eliminate_dead_code()
         named(graph)

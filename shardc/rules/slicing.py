@@ -25,7 +25,9 @@ aten = torch.ops.aten
 
 
 def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
-    """Return the spec of results that are consecutive ranges of ``dim``, beginning at ``starts``."""
+    """Return the spec of an op whose results are consecutive ranges of ``dim`` of its operand. ``starts``: where the
+    ranges begin (0 may be left out).
+    """
     loops = Loops(call)
     shape = loops.shapes[0]
     sizes = [out[dim] for out in loops.result_shapes]

@@ -63,8 +63,8 @@ def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
 
 
 def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """Return proposals (factor -> digits) beyond ``proposals``: splits of factors over those axes over which
-    `Routed.required` demands a split of given factors.
+    """Return further proposals (factor -> digits) beside ``proposals``: for each axis over which the plan requires
+    certain factors to be split (`Routed.required`), splits of these factors over the axis.
     """
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)

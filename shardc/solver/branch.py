@@ -225,7 +225,8 @@ def cost(graph: Graph, chosen: Labelling) -> float:
 
 
 def round_messages(messages: Messages, forward: bool) -> Labelling:
-    """Return a labelling: each variable in turn gets the label of least cost.
+    """Turn messages into a labelling: each variable in turn, in order or in reverse, gets the label that costs least
+    with the labels chosen so far and the messages from the other variables.
 
     That cost includes the pairs with the variables already labelled, and the messages from the others.
 

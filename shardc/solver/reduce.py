@@ -210,7 +210,7 @@ def _excess(table: PairCosts, better: np.ndarray, worse: np.ndarray) -> np.ndarr
 
 def _candidates(costs: np.ndarray, tables: list[PairCosts]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield arrays (y, x) of pairs of labels of one variable that are worth a full test of whether y dominates x (never
-    costs more). For some labels of the neighbours this holds.
+    costs more). A quick test with a few labels of the neighbours has passed.
 
     Strategies can replace each other only if they produce the same layout. So in the table with the most infinite
     entries, y must be allowed with the neighbour's label that is cheapest with x. Of many such y, those with the least
@@ -241,7 +241,9 @@ def _candidates(costs: np.ndarray, tables: list[PairCosts]) -> Iterator[tuple[np
 
 
 def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return ``max over z of table[y, z] - table[x, z]`` for classes y and x, where inf - inf counts as 0."""
+    """Return, for pairs of classes y (``better``) and x (``worse``), by how much y costs more than x in the worst case:
+    ``max over z of table[y, z] - table[x, z]``, where inf - inf counts as 0.
+    """
     finite = np.where(np.isinf(table), HUGE, table)
     pairs, inverse = np.unique(better * len(table) + worse, return_inverse=True)
     rows, columns = np.divmod(pairs, len(table))
@@ -457,7 +459,8 @@ def _axis_first(factor: Factor, i: int) -> Factor:
 
 
 def _minimise(unary: np.ndarray, factors: list[Factor], sizes: dict[int, int]) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return (other variables, costs with one axis for each): the least sum of costs over the labels of one variable.
+    """Minimise out one variable. Return (the other variables, the least sum of costs over its labels: an array with one
+    axis per other variable).
 
     Args:
         unary: cost of each of the variable's labels.

@@ -89,7 +89,9 @@ class _Quantiser:
         self.quantised: dict[tuple[fx.Node, int | None, torch.dtype], tuple[fx.Node, fx.Node]] = {}
 
     def run(self) -> None:
-        """Replaces all products; raises PlanError if there is none, or one that the kernels do not take."""
+        """Replaces the products of linear layers that the plan wants in float8. Raises PlanError if there is none, or
+        if the kernels do not take one of them.
+        """
         products = list(self._products())
         if not products:
             raise PlanError(
@@ -171,8 +173,8 @@ class _Quantiser:
         return self.options.scaled[ir.info(product).origin.module]
 
     def _quantise(self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """Inserts the float8 form of ``x`` before ``product``, scaled by maxima over ``dim`` (None: by one of the whole
-        matrix); returns (that form, the largest absolute values that scale it).
+        """Inserts the float8 form of ``x`` before ``product``. Its scale is computed from maxima over ``dim``, or from
+        one maximum of the whole matrix (None). Returns (the float8 form, the maxima).
 
         Args:
             dim: the dim over which each maximum is taken; None for one maximum of the whole matrix.

@@ -151,8 +151,8 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """Returns the layouts in which ``node`` is available without a further reshard, because other ops need it (or
-        the operand of the view that it is) in them.
+        """Returns the layouts in which ``node`` can be read without a further reshard, because other ops already need
+        it, or the value that it is a view of, in these layouts.
         """
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:

@@ -53,7 +53,7 @@ Grow = Callable[[str, Sequence[int], Sequence[int]], Layout | None]
 
 @dataclass(frozen=True)
 class Pad:
-    """Grows dims to sizes that the axes which split them divide.
+    """Grows each dim that an axis splits but does not divide, to a size that the axis divides.
 
         %x: f32[10]                         %x.padded: f32[12@dp] = reshard(constant_pad_nd(%x, [0, 2]))
         %y: f32[] = sum(%x)             ->  %y: f32[] = sum(%x.padded)
@@ -234,7 +234,9 @@ class _Padder(PaddedValues):
             self._keep(node, result, results[0], filling)
 
     def _keep(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
-        """Records ``result`` as the form of ``node`` with ``padding``, whose value is ``filling`` (None: undefined)."""
+        """Records ``result`` as the padded form of ``node``, and its ``padding``. ``filling``: the value in the
+        padding; None if it is undefined.
+        """
         if any(map(is_padded, padding)):
             self.padded[node] = Padded(result, padding, filling)
             if any(user.op == "output" for user in node.users):

@@ -50,7 +50,9 @@ class Problem:
 
 
 class Chooser(Protocol):
-    """Interface of a layout chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``."""
+    """Interface of a layout chooser. It gives every value of a graph a layout, and every op the layouts that it needs
+    of its operands (``Info.needs``).
+    """
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
         """Writes a layout on every value of ``graph``, and on every op the layouts that it needs of its operands.

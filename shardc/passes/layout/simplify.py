@@ -18,7 +18,8 @@ from shardc.rules.spec import from_results
 
 @dataclass(frozen=True)
 class Simplify:
-    """Merges chains of reshards, drops those that change nothing, and starts one from another's result if cheaper.
+    """Merges chains of reshards, drops reshards that change nothing, and starts a reshard from the result of another
+    one if that is cheaper.
 
         %b = reshard(%a)                    %c = reshard(%a)
         %c = reshard(%b)                ->

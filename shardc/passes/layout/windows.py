@@ -109,7 +109,7 @@ class Reading:
 
 def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
     """Yields readings of ``node`` along ``dim``, which say where each element comes from: first in terms of ``node``
-    itself, then of its operand, then of that one's operand, and so on.
+    itself, then of its operand, then of the operand's operand, and so on.
 
     It stops at the first op that is not a slice, a padding with zeros, a transpose or a copy.
     """

@@ -175,7 +175,8 @@ class Emitter(Calls):
         return self._fed("key", "key", "key")
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
-        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes; it is created once.
+        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes to the graph, such as a
+        coordinate. It is created at the first call. ``kind`` and ``role_name`` are its role.
 
         Args:
             kind, role_name: kind ("coordinate" or "key") and name of its role.

@@ -333,7 +333,7 @@ class _Cut:
         return max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
-        """Returns the values of a microbatch that the first loop keeps, so that later ones run no layers again."""
+        """Returns what the first loop keeps of each microbatch, so that later loops need not run layers again."""
         later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
         needed: set[fx.Node] = set()
         work = list(later)

@@ -18,7 +18,8 @@ _TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_h
 
 @dataclass(frozen=True)
 class Offload:
-    """Moves each parameter on the host to the device before its first use, and its gradient back.
+    """Moves each parameter that is kept on the host to the device before its first use, and its gradient back to the
+    host.
 
         %w (host)                               %w.device = wait(to_device(%w))
         %f = all_gather(%w)                 ->  %f = all_gather(%w.device)

@@ -26,7 +26,7 @@ _GATHERS = 1 << 30
 
 @dataclass(frozen=True)
 class Partition:
-    """Splits the joint graph into forward and backward; values that both need are saved or run again.
+    """Splits the joint graph into forward and backward; values that both need are saved or recomputed.
 
         %f = all_gather(%w)                 forward:  %f = all_gather(%w);  %y = mm(%x, %f)
         %y = mm(%x, %f)                 ->  backward: %f = all_gather(%w);  %gx = mm(%gy, %f)

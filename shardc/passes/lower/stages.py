@@ -244,7 +244,8 @@ class _Assignment:
         return self._owner(params) if params else self.stages.count - 1
 
     def summands(self, x: object) -> list[fx.Node]:
-        """Returns the summands of ``x`` if it adds values of several stages, else ``x``; [] if ``x`` has no stage.
+        """Returns the summands of ``x`` if it adds values of several stages, else [``x``]. Returns [] if ``x`` belongs
+        to no stage.
 
         A cast or view of such a sum is inserted for each summand instead.
         """
@@ -343,8 +344,8 @@ def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
 
 
 def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
-    """Returns, for each parameter that is gathered once for all microbatches, name of the gathered value -> names of
-    the parameters that it is computed from.
+    """Returns name of a gathered parameter -> names of the parameters that it is computed from, for what is gathered
+    once for all microbatches.
     """
     out: dict[str, frozenset[str]] = {}
     for gm in (parts.gathers, *(loop.once for loop in parts.openings)):

@@ -192,7 +192,9 @@ class ExchangedGather(_Exchanged):
     kind = "all_gather"
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts the copies and the all-to-all; returns its wait."""
+        """Inserts one copy of the shard ``x`` per rank and an all-to-all of the copies. Returns its wait, which gives
+        the gathered tensor.
+        """
         ranks, shape = at.group.ranks, value(x).shape
         lead, rest = (shape[0], shape[1:]) if shape else (1, ())
         x = at.start(aten.expand.default, x, [ranks, *shape])
@@ -208,7 +210,9 @@ class TwoSteps(Algorithm):
     kind = "all_reduce"
 
     def seconds(self, group: Group, x: Value) -> float:
-        """Returns the predicted seconds of both collectives; inf if the ranks do not divide the elements."""
+        """Returns the predicted seconds of the reduce-scatter and the all-gather together; inf if the number of ranks
+        does not divide the elements of ``x``.
+        """
         if prod(x.shape) % group.ranks:
             return inf
         flat = replace(x, shape=(prod(x.shape),))
@@ -217,7 +221,7 @@ class TwoSteps(Algorithm):
         return first.seconds(group, flat) + second.seconds(group, piece)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts both collectives, each by its fastest algorithm; returns the reduced tensor."""
+        """Inserts a reduce-scatter and an all-gather, each by its fastest algorithm; returns the reduced tensor."""
         shape = value(x).shape
         flat = at.start(aten.reshape.default, x, [prod(shape)])
         piece = at.group.best("reduce_scatter", value(flat)).spell(flat, at)

@@ -52,7 +52,9 @@ class ByLink:
         return f"ByLink({self.hardware.name!r}, {self.mesh!r})"
 
     def limits(self, graph: fx.Graph, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
-        """Returns collective -> the bytes (larger side, per rank) of a bucket that it may join."""
+        """Returns collective -> the limit of bytes of a bucket that it may join (per rank, of the larger one of input
+        and result).
+        """
         blocks: dict[tuple[Any, str], Counter[str]] = {}
         params = _parameters(graph)
         for node in collectives:
@@ -239,5 +241,5 @@ class _Open:
 
 
 def _wire_size(node: fx.Node) -> int:
-    """Returns the bytes of the collective's larger side, per rank."""
+    """Returns the bytes, per rank, of the larger one of a collective's input and result."""
     return max(ir.value(node).nbytes, ir.value(node.args[0]).nbytes)

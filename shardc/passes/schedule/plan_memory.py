@@ -21,7 +21,8 @@ from shardc.passes.op_calls import is_start
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Gives each result of a direct collective a slot, and each slot its place in an arena (`shardc.ir.arena`).
+    """Plans the memory of direct collectives: each result gets a slot (bytes with a lifetime), and each slot a place in
+    an arena.
 
         %a = gather([%w], 2, "dp", [])      ->  %a = gather([%w], 2, "dp", [0])        (slot 0 of the arena)
 

@@ -124,7 +124,8 @@ class Schedule:
 
 
 def _spread_all_to_alls(graph: fx.Graph) -> None:
-    """Schedules the light ops before an all-to-all as early as possible, and those behind it as late as possible.
+    """Overlaps all-to-alls with light ops (no matrix products or collectives): those before an all-to-all run as early
+    as possible, those after it as late as possible.
 
     Light ops are those between it and the next matrix product or collective. All-to-alls that can start before the same
     product start in the order in which their results are needed. An op that needs only inputs of the graph stays where

@@ -202,8 +202,8 @@ def laid_out(
     carried: Sequence[tuple[str, str]],
     positions: Mapping[tuple[tuple[str, str], ...], frozenset[int]],
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """Returns (layouts of an op's operands, layouts of its results) when factors are split as in ``factors`` and the
-    pending reductions ``carried`` pass through.
+    """Returns (layouts of an op's operands, layouts of its results) if its factors are split as in ``factors`` and it
+    passes on the pending reductions ``carried``. ``positions``: which operands have each of these.
 
     Args:
         factors: factor -> its digits.
@@ -289,7 +289,8 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strateg
 
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
-    """Returns the digits of a dim that is split as ``outer``, and inside its shards also over each axis of ``inner``.
+    """Returns the digits of a dim that is split as in ``outer`` and, inside those shards, also over the axes of
+    ``inner``. Returns None if the sizes do not divide.
 
     An axis splits the dim at its own stride; if an axis of ``outer`` splits there already, inside that one's shards.
     None if the sizes do not divide.

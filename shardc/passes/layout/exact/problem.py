@@ -1,4 +1,5 @@
-"""Variables and costs of the exact layout problem: an energy of variables and of pairs of variables.
+"""The variables and costs of the exact layout problem. Together they are an energy: a sum of costs of variables and of
+pairs of variables, which the solver minimizes.
 
 The label of an op's variable is its strategy, and costs the seconds of its kernel. The label of a value's variable is
 the layout in which it is produced, with further layouts that several uses share; it costs the reshards to these. Each
