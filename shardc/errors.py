@@ -102,7 +102,7 @@ WARNINGS = logging.getLogger("shardc.warnings")
 class ShardcWarning(UserWarning):
     """A warning about a request of the plan that could not be met, or a cost that the user should know about.
 
-    Each is logged too (`shardc.logs`), also where Python shows it only once.
+    Each warning is logged too (`shardc.logs`), also where Python shows it only once.
     """
 
     def __init__(self, *args: object) -> None:

@@ -259,7 +259,7 @@ class _OnShards(torch.optim.Optimizer):
     def _share(self) -> None:
         """Sets the optimizer state of whole parameters on the ranks that do not own them. A collective.
 
-        Their tensors have no rows there, and numbers are the owner's.
+        On these ranks its tensors have no rows, and its numbers are the owner's.
 
         Raises:
             InputError: on all ranks, if the options of their parameter groups differ.

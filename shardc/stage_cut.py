@@ -164,7 +164,7 @@ class PipelineCut(MicrobatchCut):
         """Returns the graph in which stage ``at`` gathers parameters, if it runs where ``first`` says: as a part of the
         first forward (True), or before that (False). Else None.
 
-        True: as a part of the first forward. False: before that. Each stage has one or the other.
+        Each stage has one or the other.
         """
         opens = at == 0 and not any(self.staged.openings)
         return self.staged.gathers[at] if first == opens else None

@@ -310,7 +310,7 @@ def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
     """Return the bytes per second that a rank sends in a collective of ``kind`` by direct messages. ``where`` is the
     placement of its group on nodes.
 
-    Links within its node and between nodes carry data concurrently.
+    Links within the rank's node and between nodes carry data concurrently.
     """
     outside = 0.0 if where.nodes == 1 else 1.0
     if kind == "all_to_all" and where.ranks > 1:

@@ -47,7 +47,7 @@ def in_order(entries: Iterable[E]) -> list[E]:
     """Return ``entries`` sorted by their constructor calls: first entries with a constructor of their own (``fsdp``),
     then arguments of ``Plan``.
 
-    Both are sorted by their positions in the arguments of their calls.
+    Entries of one call are sorted by their positions in its arguments.
     """
 
     def order(entry: E) -> tuple[bool, int]:

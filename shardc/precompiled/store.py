@@ -156,8 +156,8 @@ class Store:
         """Context manager for compiling and adding a program to the store. One process of a machine enters it, and the
         other processes wait for its exit.
 
-        These then look for the added program first. No process waits if an earlier program could not be stored; a block
-        that raises does not count as such.
+        The processes that waited look for the added program first. No process waits if an earlier program could not be
+        stored; a block that raises does not count as such.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False

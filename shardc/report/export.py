@@ -122,7 +122,7 @@ def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: st
     """Return the Chrome trace of a step with pipeline stages: first the kernels of one rank, then a process per rank
     with its computations.
 
-    The process of a rank has its computations and its waits for messages.
+    The process of a rank also has its waits for messages.
 
     Args:
         schedule: the step of the rank whose kernels are shown.

@@ -189,7 +189,7 @@ class InspectedProgram(Program):
         """Return changes that were tried and make the predicted step shorter by removing findings of `lint`, the best
         first.
 
-        Each was tried: `Advice.line` is what to paste, and `Advice.gain` the seconds that it saves by the prediction.
+        `Advice.line` is what to paste, `Advice.gain` the seconds that the change saves by the prediction.
         """
         self._check_stages("advise")
         described = self._priced(hardware)

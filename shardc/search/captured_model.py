@@ -158,7 +158,8 @@ class CapturedModel:
         """Return a capture of the model from which a program under ``plan`` can be built: with blocks folded only where
         the plan treats them alike.
 
-        It is this one if the plan treats all blocks of each run alike. Otherwise runs are divided where it does not.
+        The capture itself is returned if the plan treats all blocks of each run alike. Otherwise a new capture divides
+        the runs where the plan treats blocks differently.
         """
         request = self.source.request(mesh, plan, Options())
         if all(len(alike_parts(request, run)) == 1 for run in self.repeats):

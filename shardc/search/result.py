@@ -60,7 +60,7 @@ class Trial:
         """Return the predicted seconds of a step. The optimizer's update of parameters that lie on the host is
         included.
 
-        An update on the device takes a small part of that, and is not counted.
+        An update on the device takes little time, and is not counted.
         """
         if self.estimate is not None:
             return self.estimate.seconds

@@ -116,7 +116,8 @@ def _part_name(names: Sequence[str], module: str) -> str:
     """Return the name of the part that ``module`` (the name of a module or value) is in. ``names`` has the names of all
     parts.
 
-    It is the first part of a block for what is in the block and in no part of it, and the last of all for the rest.
+    What is in a block and in none of its parts counts to the first part of the block. Everything else counts to the
+    last part of all.
     """
     name = module.removeprefix("d.")
     while name:
@@ -154,7 +155,7 @@ def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
     """Return the bytes that a cut in front of each part would send for one microbatch: part -> bytes of the values that
     earlier parts compute and that it or later parts read.
 
-    These are computed from inputs and parameters, not from one of these alone, and read by the part or behind it.
+    Values that are computed from inputs alone or from parameters alone are not counted.
     """
     computed: dict[fx.Node, tuple[bool, bool]] = {}
     at_part: dict[fx.Node, int] = {}
