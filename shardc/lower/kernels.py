@@ -272,6 +272,6 @@ def _is_known() -> bool:
 
 
 def _try_check() -> None:
-    """Runs `check_vectors`; an error leaves the tests to Inductor."""
+    """Runs `check_vectors` in a thread. An error in it is dropped; Inductor then runs its own tests."""
     with suppress(Exception):  # the thread that needs it tries again, and raises
         check_vectors()

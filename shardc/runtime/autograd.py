@@ -471,7 +471,7 @@ def changed(role: Role, old: int, new: int) -> BackwardError:
 
 
 def twice_differentiated() -> BackwardError:
-    """Returns the error for ``create_graph=True``."""
+    """Returns the error for a backward with ``create_graph=True``, which compiled modules do not support."""
     return BackwardError(
         "create_graph=True: the gradients of a compiled module cannot be differentiated again",
         fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "

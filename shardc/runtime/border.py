@@ -147,8 +147,8 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """Returns ``outputs``, in which those that share memory with another tensor on one device, but not here, are
-        wrapped as `ReadOnly`.
+        """Wraps as `ReadOnly` each output that shares memory with another tensor on one device, but not here. Returns
+        all outputs.
         """
         views = self._views[half]
         for at in views.read_only:
@@ -315,8 +315,8 @@ class Border:
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
-        """Returns the tensor whose memory output ``at`` shares on one device and here (``shared``); None if there is
-        none.
+        """Returns the tensor whose memory output ``at`` shares both on one device and here, where ``shared`` names
+        it. None if there is none.
         """
         output = self._behind[half][at]
         if shared.feed_index is not None and output.of is not None:

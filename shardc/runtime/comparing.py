@@ -241,7 +241,7 @@ class Meeting:
 
     def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
         """Polls the store for the verdict of a call of a collective method (key prefix ``at``), and returns its text.
-        If a rank has ended, sets the verdict to that.
+        If a rank has ended, the verdict is set to say so.
         """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([f"{at}verdict"]):

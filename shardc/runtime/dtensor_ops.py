@@ -385,7 +385,7 @@ def _beside_plain(
 
 
 def _is_in(x: object, tensors: Sequence[Tensor]) -> bool:
-    """Whether ``x`` is one of ``tensors``, the same object."""
+    """Whether one of ``tensors`` is the object ``x`` itself."""
     return any(x is y for y in tensors)
 
 

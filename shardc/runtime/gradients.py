@@ -144,8 +144,8 @@ class Sync:
         return Deferred(whole, self.over_shards.intersection(self.replicated) - whole)
 
     def deferred(self) -> Deferred:
-        """Returns the parameters whose gradients the next backward adds to local sums. That sum either stays local
-        (`unreduced`), or contains earlier gradients and is then reduced.
+        """Returns the parameters whose gradients the next backward adds to local sums. These sums either stay local
+        (`unreduced`), or contain earlier gradients and are then reduced.
         """
         accumulating = self.unreduced()
         if not self.sums:
@@ -207,7 +207,9 @@ class Sync:
             )
 
     def matching(self, glob: str) -> list[str]:
-        """Returns the names of the parameters that ``glob`` matches; InputError if there are none, except for ``*``."""
+        """Returns the names of the parameters that ``glob`` matches. Raises InputError if it matches none, unless it
+        is ``*``.
+        """
         names = list(self.levels)
         matches = names if glob == "*" else fnmatch.filter(names, glob)
         if not matches and glob != "*":

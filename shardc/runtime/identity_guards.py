@@ -133,7 +133,9 @@ class IdentityGuards:
         self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]
 
     def holds(self) -> bool:
-        """Whether all objects that captures read are the same ones, and their tensors have the same versions."""
+        """Whether all objects that captures read are still the same objects, and the tensors among them have the same
+        version counters.
+        """
         try:
             now = [get(held) for get, held in self._getters]
         except KeyError:

@@ -26,7 +26,8 @@ WAYS_OUT = (
 
 
 def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """Returns a copy of the shard of ``rank`` of a global input, contiguous and with its ``requires_grad``.
+    """Cuts the shard of ``rank`` out of the global input ``whole``. Returns a contiguous copy with the same
+    ``requires_grad``.
 
     Gradients do not flow back to ``whole``.
 

@@ -177,7 +177,9 @@ class Loops:
 
 
 class Step(Protocol):
-    """Runs the graphs of a step: `Loops`, or all stages of a pipeline."""
+    """Interface: runs the graphs of one step in microbatches. Implemented by `Loops`, and in a simulation by the
+    ranks of a pipeline.
+    """
 
     @property
     def over(self) -> Map:

@@ -63,7 +63,7 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
-    """Returns a copy of the parameter ``name`` with its own padded buffer."""
+    """Returns a copy of the parameter ``name``, with a new padded local buffer."""
     assert state.spec.param_mesh is not None
     storage = state.spec.stored[name]
     padded = padded_local(param.detach(), storage)

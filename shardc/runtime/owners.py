@@ -150,12 +150,12 @@ class Owners:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Global ranks of `group`, in its order."""
+        """Global ranks of the process group `group`, in the order of the group."""
         return dist.get_process_group_ranks(self.group)
 
     def gather(self, shards: Sequence[tuple[int, Tensor]]) -> list[Tensor | None]:
-        """Sends the ``shards`` of each parameter to its owner by all-to-alls. Returns for each the whole tensor, in
-        new memory, on the owner, and None on other ranks.
+        """Sends each of ``shards`` to the owner of its parameter by all-to-alls. Returns, for each, the whole tensor
+        (in new memory) on the owner, and None on other ranks.
 
         Args:
             shards: (index of a parameter, this rank's shard of it or of its gradient), the same indices on all ranks.
@@ -268,7 +268,7 @@ def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
 
 def _owner(param: DTensor, at: tuple[int, ...]) -> Owner:
     """Returns the `Owner` of ``param``: the rank with coordinates ``at`` along the mesh dims that split the
-    parameter, and this rank's own coordinates along the others.
+    parameter, and with this rank's coordinates along the other mesh dims.
     """
     mesh, by_dim = param.device_mesh, dict(zip(split_dims(param), at, strict=True))
     own_coordinate = mesh.get_coordinate()

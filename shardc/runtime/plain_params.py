@@ -222,8 +222,8 @@ class WholeParameter(Shard):
         self._known, self._left = pytree.tree_leaves(state), leaves
 
     def placed(self, x: object) -> object:
-        """Moves ``x``, an entry of the optimizer state, to the parameter's owner: returns a DTensor of which other
-        ranks have no rows. Numbers stay on all ranks.
+        """Moves ``x``, an entry of the optimizer state, to the parameter's owner: returns a DTensor that has no rows
+        on other ranks. Numbers stay on all ranks.
         """
         if not isinstance(x, Tensor):
             return x

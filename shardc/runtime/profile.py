@@ -57,7 +57,7 @@ class Ranges:
             self._segment = None
 
     def enter(self, segment: Segment) -> None:
-        """Ends the range of the segment before, and opens that of ``segment``."""
+        """Ends the range of the segment that ran before, and opens a range for ``segment``."""
         if self._segment is not None:
             if segment.gives not in self._names:
                 self._names[segment.gives] = f"shardc {self.half.name}, {self._module(segment)}"

@@ -78,7 +78,7 @@ class Shared:
         return x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
 
     def refuse(self) -> NoReturn:
-        """Raises the LayoutError for a write to the output."""
+        """Raises the LayoutError for an op that writes to the output, which can only be read."""
         fix = "change a copy (out = out.clone())"
         if self.constant:
             fix += f", or make {self.name} a buffer (register_buffer)"

@@ -30,7 +30,7 @@ class Routing:
     loads: Loads = field(default_factory=list)
 
     def note(self, graph: fx.Graph, noted: Noted, adds: bool) -> None:
-        """Stores the records of a run of a forward ``graph``.
+        """Stores what layers of experts have recorded in a run of the forward ``graph``.
 
         Args:
             graph: the forward, by which the layers get their names.

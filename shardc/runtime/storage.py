@@ -80,8 +80,8 @@ def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
 
 
 def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tensor:
-    """Returns a copy of the shard of ``rank`` of ``whole``, contiguous and padded with zeros to
-    ``storage.local_shape``.
+    """Cuts the shard of ``rank`` out of the unsharded tensor ``whole``. Returns a contiguous copy, padded with zeros
+    to ``storage.local_shape``.
     """
     _check_fits(storage, whole.shape)
     shard = whole.detach()

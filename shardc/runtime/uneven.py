@@ -25,7 +25,7 @@ Axes = tuple[str, ...]
 
 
 def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes, ...]:
-    """Returns, per input, the axes that split its rows (dim 0) into contiguous blocks; () if none do."""
+    """Returns, per input, the mesh axes that split its rows (dim 0) into contiguous blocks; () if no axis does."""
     return tuple(
         layout.dim_axes(0)
         if x.dim() and not isinstance(x, DTensor) and all(digit.axis for digit in layout.dims[0][:-1])
@@ -36,7 +36,7 @@ def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes
 
 @dataclass(frozen=True)
 class Rows:
-    """The number of rows of each input of a call that each rank of a mesh passes.
+    """Row counts of one call: how many rows of each input each rank of the mesh passes.
 
     Args:
         names: names of the inputs.
