@@ -272,6 +272,8 @@ def _is_known() -> bool:
 
 
 def _try_check() -> None:
-    """Runs `check_vectors` in a thread. An error in it is dropped; Inductor then runs its own tests."""
+    """Runs `check_vectors` in a background thread. An error is dropped here: the thread that needs the result runs it
+    again, and raises.
+    """
     with suppress(Exception):  # the thread that needs it tries again, and raises
         check_vectors()

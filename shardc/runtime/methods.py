@@ -19,8 +19,8 @@ from shardc.validate import typed
 
 @typed()
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Compiles the method ``name`` of a module, as FSDP2's function of this name wraps it. A call of the method then
-    runs a program, as a call of the module does.
+    """Compiles the method ``name`` of a module: a call of the method then runs a program, as a call of the module
+    does. Corresponds to FSDP2's function of the same name.
 
     It takes shards of inputs and returns shards of outputs, and is compiled at its first calls. The module's forward
     hooks run around it. It may call submodules and other methods, but not the module or its ``forward``: a method that
