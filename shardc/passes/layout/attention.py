@@ -1,4 +1,6 @@
-"""Attention: replaces attention kernels whose sequence the plan splits by ops that know global positions."""
+"""Attention: if the plan splits the sequence, replaces attention kernels by ops that know the global positions of
+queries and keys.
+"""
 
 from __future__ import annotations
 
