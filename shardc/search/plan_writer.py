@@ -151,7 +151,7 @@ def borders(planned: PlannedGraph) -> dict[str, Border]:
 
 def _need(node: fx.Node, phase: str) -> Layout:
     """Return the layout that all users of ``node`` in ``phase`` ("forward" or "backward") need. If they need different
-    layouts, return the layout of ``node`` itself.
+    layouts, return the layout of ``node`` itself, or if that is partial the first layout needed.
     """
     needs: dict[Layout, None] = {}
     for user in node.users:
