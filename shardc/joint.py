@@ -156,7 +156,7 @@ class Request:
         return ports.resolve_activations(self.plan, self._modules())
 
     def policies(self) -> Sequence[SavePolicy]:
-        """Return where activations are kept until backward, as the plan's entries say, in the order of the entries."""
+        """Return the policies by which activations are saved for backward, in the order of the plan's entries."""
         return ports.resolve_saves(self.plan, self._modules()) if self.saves is None else self.saves
 
     def lengths(self) -> frozenset[int]:

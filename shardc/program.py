@@ -203,9 +203,7 @@ class Program(Executable):
         return type(self)(self.joint, self.source, self.folded, used)
 
     def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:
-        """Runs the passes that a forward or backward graph goes through by itself (bucketing, scheduling, ...), and
-        returns the result.
-        """
+        """Runs the passes that each half goes through by itself (bucketing, scheduling, ...); returns the result."""
         return self.halves.run(half, *self._hooks)
 
     @property

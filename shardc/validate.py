@@ -338,7 +338,7 @@ class _Reader:
 
 
 def _bytes(text: str, path: tuple[str, ...]) -> int:
-    """Parse a number of bytes from ``text`` with a unit, such as ``"8 MiB"``, and return it."""
+    """Return the number of bytes that ``text`` says with a unit: ``"8 MiB"``."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in UNITS:
         fix = 'write an integer, or a size with a unit, like "8 MiB" or "1.5GB"'

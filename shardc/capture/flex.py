@@ -7,7 +7,7 @@ the same ops, if each of these is pointwise or looks a number up in a captured t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _LIKE = (
     aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten._to_copy.default, aten.clone.default,
     aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default,
 )  # fmt: skip
+_RESULTS = {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}  # options that say which results the kernel writes
 _NEW = (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
 
 
@@ -67,7 +68,9 @@ def attention(
     captured = (*score_mod_other_buffers, *mask_mod_other_buffers)
     if _are_plain((query, key, value, *captured)):
         with _disable_current_modes():
-            body = functions_of(query, score_mod, score_mod_other_buffers, mask_mod, mask_mod_other_buffers)
+            body = functions_of(
+                query, score_mod, score_mod_other_buffers, mask_mod, mask_mod_other_buffers, kernel_options
+            )
     if body is None:
         return math_attention(
             query, key, value, score_mod, block_mask, scale, kernel_options, score_mod_other_buffers,
@@ -90,13 +93,14 @@ def _are_plain(operands: Sequence[Any]) -> bool:
 
 def functions_of(
     query: Tensor, score_mod: Callable[..., Tensor], of_score: Sequence[Tensor], mask_mod: Callable[..., Tensor],
-    of_mask: Sequence[Tensor],
+    of_mask: Sequence[Tensor], kernel_options: Mapping[str, Any] | None = None,
 ) -> str | None:  # fmt: skip
     """Register score and mask functions as graphs of tensors that broadcast; return their name, None if that fails.
 
     Args:
         query: a tensor with the batch, heads, dtype and device of the call.
         score_mod, mask_mod: functions of numbers, and of the captured tensors ``of_score`` and ``of_mask``.
+        kernel_options: torch's options for its kernel, which its op takes.
     """
     score = torch.promote_types(query.dtype, torch.float32)
     dtypes = [torch.int64] * 4
@@ -105,7 +109,9 @@ def functions_of(
     )  # fmt: skip
     if graphs[0] is None or graphs[1] is None:
         return None
-    return register(Function(KIND, (graphs[0], graphs[1]), (len(of_score), len(of_mask)))).name
+    options = dict(kernel_options or {}) | _RESULTS
+    counts = len(of_score), len(of_mask)
+    return register(Function(KIND, (graphs[0], graphs[1]), counts, options=tuple(sorted(options.items())))).name
 
 
 def _traced(

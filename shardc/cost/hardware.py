@@ -110,7 +110,7 @@ class Hardware:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """Return the values of all fields of this hardware, for its hash and for pickling."""
+        """Return the values of all fields of this hardware, for comparisons."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def at(self, precision: str) -> Hardware:

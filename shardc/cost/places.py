@@ -86,7 +86,7 @@ class Places:
     """For each part, the indices of the other parts of the same axis that overlap it."""
 
     def layout(self, state: tuple[int, ...]) -> Layout:
-        """Return the layout in which each axis part has the location that ``state`` gives it."""
+        """Return the layout whose axis parts have the locations ``state``."""
         dims: list[list[tuple[Place, str]]] = [[] for _ in self.shape]
         partial = []
         for part, at in zip(self.parts, state, strict=True):

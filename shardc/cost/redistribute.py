@@ -101,8 +101,8 @@ def _straight(
     came: dict[State, tuple[State, Move]],
     states: list[State],
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest path from the source to the target layout through one of ``states``. From that state on, the
-    path follows `_Moves.straight`.
+    """Return the cheapest path from the source to the target through one of ``states``. From that state on, it uses the
+    moves of `_Moves.straight`.
 
     Args:
         best: state -> seconds of the cheapest path to it.
@@ -121,7 +121,7 @@ def _straight(
 
 
 def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Move, State]]:
-    """Return the moves from the source layout to the search state ``state``, as (move, state after it)."""
+    """Return the moves from the source to ``state``, each with the state after it."""
     out = []
     while state in came:
         before, move = came[state]
@@ -143,16 +143,14 @@ class _StateCache:
         self.target_numel = self.local_numel(places.target)
 
     def local_numel(self, state: State) -> int:
-        """Return the number of elements of a rank's shard in the search state ``state``."""
+        """Return the number of elements of a rank's shard in ``state``."""
         if (numel := self._local_numel.get(state)) is None:
             shards = prod([size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE])
             numel = self._local_numel[state] = self.numel // shards
         return numel
 
     def price(self, prices: Prices, move: Move, before: int, after: State) -> float:
-        """Return the seconds of ``move`` in a redistribution search. It leads from a state with ``before`` elements per
-        rank to the state ``after``.
-        """
+        """Return the seconds of ``move`` to the state ``after``, from a state of ``before`` local elements."""
         key = move.kind, self.axes(move), before, self.local_numel(after)
         if (seconds := self._prices.get(key)) is None:
             seconds = self._prices[key] = prices.seconds(*key)
@@ -166,8 +164,8 @@ class _StateCache:
         return axes
 
     def missing(self, state: State) -> int:
-        """Return a lower bound of the elements that the ranks must still receive to get from the search state ``state``
-        to the target layout, as the mean per rank.
+        """Return a lower bound of the elements that the ranks must still receive between ``state`` and the target
+        layout, as the mean per rank.
         """
         senders, terms, partial = 1, 1, 1
         for size, at, goal in zip(self.places.sizes, state, self.places.target, strict=True):
@@ -183,8 +181,8 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return the search states in which axis parts split exactly the factors of ``region`` (factors of dims). Axis
-        parts that are partial in ``state`` stay partial.
+        """Return the states in which axis parts split exactly the factors of ``region``. Axis parts that are partial in
+        ``state`` stay partial.
         """
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
@@ -197,8 +195,8 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield the search states in which axis parts from index ``part`` on split the locations ``inside``. The sizes
-        of these parts multiply to ``left``.
+        """Yield the states in which axis parts from index ``part`` on split the locations ``inside``. The sizes of
+        these parts multiply to ``left``.
 
         Args:
             inside: locations that are allowed.
@@ -221,8 +219,8 @@ class _StateCache:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
-        """Return whether all other axis parts that overlap axis part ``part`` are unused in the search state: they
-        split nothing and are not partial.
+        """Return whether all other axis parts that overlap axis part ``part`` are unused in ``state``: they split
+        nothing and are not partial.
         """
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
@@ -257,9 +255,7 @@ class _Moves:
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
-        """Yield the moves (collectives and local ops) from this search state that are worth considering, as (move,
-        state after it).
-        """
+        """Yield the moves from this state that are worth considering, as (move, state after it)."""
         binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
         if binds:
             # Slicing needs no communication, and all later moves are smaller.
@@ -288,8 +284,7 @@ class _Moves:
         return next(self._to_partial())
 
     def _set(self, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[Move, State]:
-        """Return a move (collective or local op) of ``kind``, and the search state after it. ``changes`` maps axis part
-        -> its new location.
+        """Return a move of ``kind``, and the state after it. ``changes`` maps axis part -> its new location.
 
         Args:
             changes: part -> its new location.
@@ -302,15 +297,15 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return the free temporary locations for axis part ``part``. Unless ``every``, return only one that overlaps
-        no place of the target, if there is such a location.
+        """Return the free temporary locations for axis part ``part``. Unless ``every``, return only one if there is one
+        that overlaps no place of the target.
         """
         free = [at for at in self.places.temporary[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 
     def _by_op(self, codes: State, parts: list[int]) -> dict[str, list[int]]:
-        """Group the axis parts ``parts``, which are partial, by their reduce op: op -> parts. ``codes`` has the
-        locations of all parts, from which the op is read.
+        """Group the pending axis parts ``parts`` by their reduce op: op -> parts. ``codes`` has the locations of all
+        parts, from which the op is read.
         """
         out: dict[str, list[int]] = {}
         for k in parts:
@@ -318,7 +313,7 @@ class _Moves:
         return out
 
     def _to_partial(self) -> Iterator[tuple[Move, State]]:
-        """Yield the local ops after which axis parts are partial as in the target layout, one op for each reduce op."""
+        """Yield the local ops after which axis parts are partial as in the target layout: one for each reduce op."""
         terms = [k for k, at in enumerate(self.goal) if at < WHOLE and at != self.state[k]]
         for op, members in self._by_op(self.goal, terms).items():
             yield self._set("to_partial", {k: self.goal[k] for k in members}, op)
@@ -334,7 +329,7 @@ class _Moves:
             yield self._set("all_to_all", changes)
 
     def _reductions(self) -> Iterator[tuple[Move, State]]:
-        """Yield reduce-scatters and all-reduces for the pending reductions: one over each subset of the axis parts with
+        """Yield reduce-scatters and all-reduces of the pending axis parts. Each reduces a subset of the parts that have
         the same reduce op.
         """
         for op, members in self._by_op(self.state, self.pending).items():
@@ -344,8 +339,8 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Yield new locations for each subset of the axis parts ``parts``: part -> its target if that is free, else a
-        temporary place.
+        """Yield new locations for each subset of the axis parts ``parts``, as a dict part -> location: its target if
+        that is free, else a temporary place.
 
         Args:
             every: consider all temporary places of a part whose target is not free, not only one.
@@ -384,9 +379,7 @@ class _Moves:
 
 
 def _region(places: Places, state: State) -> Region:
-    """Return the factors of dims that the search state ``state`` splits. States with equal results have the same set of
-    shards.
-    """
+    """Return the factors of dims that ``state`` splits. States with equal results have the same set of shards."""
     out: list[Place] = []
     for place in sorted(places.places[at - 1] for at in state if at > WHOLE):
         if out and out[-1].dim == place.dim and out[-1].high == place.low:

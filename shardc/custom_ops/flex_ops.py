@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.functional import pad
 
 from shardc._compat import differentiable
 from shardc.custom_ops.attention_ops import _fake_call, _fake_gradient
@@ -25,6 +26,7 @@ KIND = "flex"
 _ALL = 2  # in `flex_visible`: all queries of the block see the key
 ROWS, COLUMNS = 64, 512  # queries of a block of 4 heads or more, most keys of a block
 STRIP = 8192  # keys whose mask is computed at once
+BLOCK = 128  # queries, and keys, of a block of torch's kernel
 SCORES = 1 << 26  # of a block with all keys of a strip: large enough that few kernels are launched
 _PLACES = ("batch", "head")  # by-place dims of captured tensors, by the position of their placeholder after the column
 
@@ -98,11 +100,11 @@ def _by_place(captured: fx.Node, local_places: Sequence[fx.Node]) -> dict[int, s
 
 _library = torch.library.Library("shardc_attention", "FRAGMENT")
 # body: name of the functions. keys: number of keys before the padding. axis, method, around: as those of `call`.
-# rows, columns, batches, heads: global positions; None for 0, 1, 2, ... visible: the result of `flex_visible`. All of
-# these on one rank only.
+# rows, columns, batches, heads: global positions; None for 0, 1, 2, ... visible: the result of `flex_visible`, or of
+# `flex_tables`. All of these on one rank only.
 _HOW = (
     "Tensor[] captured, str body, float scale, int keys, str axis='', str method='', bool around=False, "
-    "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None, Tensor? visible=None"
+    "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None, Tensor[]? visible=None"
 )
 _library.define(f"flex(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
 _library.define(
@@ -111,7 +113,11 @@ _library.define(
 )
 _library.define(
     "flex_visible(Tensor[] captured, str body, SymInt[] size, int keys, Tensor? rows=None, Tensor? columns=None, "
-    "Tensor? batches=None, Tensor? heads=None) -> Tensor"
+    "Tensor? batches=None, Tensor? heads=None) -> Tensor[]"
+)
+_library.define(
+    "flex_tables(Tensor[] captured, str body, SymInt[] size, int keys, Device device, Tensor? rows=None, "
+    "Tensor? columns=None, Tensor? batches=None, Tensor? heads=None) -> Tensor[]"
 )
 
 
@@ -119,7 +125,7 @@ def flex(
     query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
-    heads: Tensor | None = None, visible: Tensor | None = None,
+    heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (output of attention, log-sum-exp of each query's scores).
 
@@ -132,7 +138,8 @@ def flex(
         keys: number of keys without padding: no query sees a key at this global position or behind.
         axis, method, around: not used by the kernel; the op's rule reads them, as those of ``shardc_attention``.
         rows, columns, batches, heads: int64 [q], [k], [b], [h]: global positions; None for 0, 1, 2, ...
-        visible: what `flex_visible` returns for this call; None to compute it here.
+        visible: what `flex_visible` returns for this call; None to compute it here. On CUDA, the result of
+            `flex_tables`, which this code does not read.
 
     Returns:
         output [b, h, q, f], and log-sum-exp of each query's scores [b, h, q]: -inf for a query that sees no key.
@@ -167,7 +174,7 @@ def flex_gradient(
     captured: Sequence[Tensor], body: str, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
-    heads: Tensor | None = None, visible: Tensor | None = None,
+    heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of query, key, value, and of the captured tensors ``wanted`` (positions).
 
@@ -206,7 +213,7 @@ def flex_visible(
     captured: Sequence[Tensor], body: str, size: Sequence[int], keys: int,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
     heads: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     """Return for each block of queries and each key whether no query of the block sees it (0), some do (1), or all (2).
 
     On CPUs only. A program computes it once for all calls with the same mask, and their gradients.
@@ -217,9 +224,39 @@ def flex_visible(
         body, keys, rows, columns, batches, heads: as of `flex`.
 
     Returns:
-        uint8 [b or 1, blocks of queries, k]; 1 if the mask does not depend on the batch.
+        A list with it alone: uint8 [b or 1, blocks of queries, k]; 1 if the mask does not depend on the batch.
     """
-    return _Mask(captured, body, size, keys, (rows, columns, batches, heads), torch.device("cpu")).visible()
+    return [_Mask(captured, body, size, keys, (rows, columns, batches, heads), torch.device("cpu")).visible()]
+
+
+def flex_tables(
+    captured: Sequence[Tensor], body: str, size: Sequence[int], keys: int, device: torch.device,
+    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
+    heads: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the tables of torch's `BlockMask` for a call of `flex`, in the order of its arguments.
+
+    A program for CUDA computes them once for all calls with the same mask, and their gradients. Nothing in it waits for
+    the device.
+
+    Args:
+        device: of the results.
+        captured, body, size, keys, rows, columns, batches, heads: as of `flex_visible`.
+
+    Returns:
+        For each block of `BLOCK` queries: the number of key blocks of which it sees some keys, int32 [b or 1, 1,
+        blocks]; the indices of these, followed by those of the others, int32 [b or 1, 1, blocks, key blocks]; both for
+        the key blocks of which it sees all keys. Then the same four for each block of keys. 1 if the mask does not
+        depend on the batch.
+    """
+    mask = _Mask(captured, body, size, keys, (rows, columns, batches, heads), device)
+    blocks = torch.cat([mask.blocks(batch) for batch in mask.batch_slices()]).unsqueeze(1)
+    tables = []
+    for by_block in (blocks, blocks.transpose(2, 3)):
+        for kind in (1, _ALL):
+            chosen = (by_block == kind).to(torch.int32)
+            tables += [chosen.sum(-1), chosen.argsort(dim=-1, descending=True, stable=True)]
+    return [x.to(torch.int32, memory_format=torch.contiguous_format) for x in tables]
 
 
 _At = tuple[slice, slice, slice]  # of batches, heads and queries
@@ -279,6 +316,28 @@ class _Mask:
                     visible[at, block, strip] = of_columns.amax(0) + of_columns.amin(0)
         return visible
 
+    def blocks(self, batch: slice) -> Tensor:
+        """Return for each block of `BLOCK` queries and block of `BLOCK` keys whether no query sees a key (0), some see
+        some (1), or all see all (2): uint8 [1, blocks of queries, blocks of keys].
+
+        A last block with fewer queries or keys is never 2.
+        """
+        _, heads, queries, keys = self.size
+        length = max(SCORES // max(heads * min(keys, STRIP), 1) // BLOCK, 1) * BLOCK
+        rows = []
+        for row in range(0, queries, length):
+            strips = []
+            for start in range(0, keys, STRIP):
+                visible = self.of(batch, slice(row, row + length), slice(start, min(start + STRIP, keys)))
+                visible = visible.expand(-1, -1, min(length, queries - row), -1)
+                short = [-size % BLOCK for size in visible.shape[2:]]
+                # As numbers, whose least and largest are vectorized.
+                visible = pad(visible.view(torch.uint8), [0, short[1], 0, short[0]])
+                visible = visible.reshape(-1, visible.shape[2] // BLOCK, BLOCK, visible.shape[3] // BLOCK, BLOCK)
+                strips.append(visible.amax((0, 2, 4)) + visible.amin((0, 2, 4)))
+            rows.append(torch.cat(strips, 1))
+        return torch.cat(rows).unsqueeze(0)
+
     def places(self, batch: slice, rows: slice, take: _Take) -> list[Tensor]:
         """Return the places of a block that score and mask functions take: indices of batch, head, query and key, then
         batch and head as counted on this rank.
@@ -313,14 +372,14 @@ class _Blocks:
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, captured: Sequence[Tensor], mask: _Mask, visible: Tensor | None
+        self, query: Tensor, key: Tensor, captured: Sequence[Tensor], mask: _Mask, visible: Sequence[Tensor] | None
     ) -> None:
         self.functions, self.key, self.mask = mask.functions, key, mask
         self.captured, self.dtype = list(captured), torch.promote_types(query.dtype, torch.float32)
         self.groups, self.keys = key.shape[1], key.shape[2]
         self.visible: Tensor | None = None
         if skips(query.device):
-            self.visible = mask.visible() if visible is None else visible
+            (self.visible,) = (mask.visible(),) if visible is None else visible
             self.length = _block_rows(mask.functions, mask.size)
         else:
             by_row = query.shape[1] * min(STRIP, max(self.keys, 1))
@@ -415,6 +474,13 @@ def skips(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def mask_op(device: torch.device) -> Any:
+    """Return the op that evaluates the mask once for all calls on ``device``: `flex_visible`, or `flex_tables` for
+    torch's kernel; None if each call evaluates it.
+    """
+    return FLEX_VISIBLE if skips(device) else FLEX_TABLES if device.type == "cuda" else None
+
+
 def _select(x: Tensor, take: _Take) -> Tensor:
     """Return those keys or values of ``x`` [b, g, k, e] that ``take`` selects."""
     return x[:, :, take] if isinstance(take, slice) else x.index_select(2, take)
@@ -454,20 +520,32 @@ def _visible_shape(functions: ScoreFunctions, size: Sequence[int]) -> list[int]:
     return [batch if functions.by_batch else 1, -(-queries // _block_rows(functions, size)), keys]
 
 
-def _fake_visible(captured: object, body: str, size: Sequence[int], *_: object, **__: object) -> Tensor:
-    return torch.empty(_visible_shape(score_functions(body), size), dtype=torch.uint8)
+def _fake_visible(captured: object, body: str, size: Sequence[int], *_: object, **__: object) -> list[Tensor]:
+    return [torch.empty(_visible_shape(score_functions(body), size), dtype=torch.uint8)]
+
+
+def _fake_tables(
+    captured: object, body: str, size: Sequence[int], keys: int, device: torch.device, *_: object, **__: object
+) -> list[Tensor]:
+    queries, columns = (-(-n // BLOCK) for n in size[2:])
+    batch = size[0] if score_functions(body).by_batch else 1
+    of_queries, of_keys = ([[n], [n, others]] for n, others in ((queries, columns), (columns, queries)))
+    shapes = [*of_queries, *of_queries, *of_keys, *of_keys]
+    return [torch.empty(batch, 1, *shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
 _FORMS = (
     ("flex", flex, _fake),
     ("flex_gradient", flex_gradient, _fake_flex_gradient),
     ("flex_visible", flex_visible, _fake_visible),
+    ("flex_tables", flex_tables, _fake_tables),
 )
 for _name, _function, _of_shapes in _FORMS:
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc_attention::{_name}", _of_shapes, lib=_library)
 FLEX, FLEX_GRADIENT = torch.ops.shardc_attention.flex.default, torch.ops.shardc_attention.flex_gradient.default
 FLEX_VISIBLE = torch.ops.shardc_attention.flex_visible.default
+FLEX_TABLES = torch.ops.shardc_attention.flex_tables.default
 
 
 @lru_cache(maxsize=1024)
@@ -489,4 +567,7 @@ def seen_share(body: str, rows: int, columns: int) -> float:
     return visible.expand(1, 1, len(row), columns).double().mean().item()
 
 
-__all__ = ["FLEX", "FLEX_GRADIENT", "FLEX_VISIBLE", "KIND", "Function", "score_functions", "seen_share", "skips"]
+__all__ = [
+    "BLOCK", "FLEX", "FLEX_GRADIENT", "FLEX_TABLES", "FLEX_VISIBLE", "KIND", "Function", "mask_op",
+    "score_functions", "seen_share", "skips",
+]  # fmt: skip

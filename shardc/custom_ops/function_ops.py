@@ -40,12 +40,14 @@ class Function:
         counts: number of operands that are carries, and of those that are sequences; of ``loop_gradient``,
             number of gradients, and of carries; of ``flex``, number of tensors that each graph captures.
         flops: floating-point operations of one step, or of the larger of two branches.
+        options: of ``flex``, (name, value) of each of torch's options for its kernel.
     """
 
     kind: str
     graphs: tuple[fx.Graph, ...]
     counts: tuple[int, int] = (0, 0)
     flops: int = 0
+    options: tuple[tuple[str, bool | int | str], ...] = ()
 
     @cached_property
     def name(self) -> str:
@@ -60,7 +62,8 @@ class Function:
     def to_json(self) -> dict[str, object]:
         """Return the function as dicts, lists, strings and numbers, for `from_json`."""
         graphs = [list(graph_to_json(graph)) for graph in self.graphs]
-        return {"kind": self.kind, "graphs": graphs, "counts": list(self.counts), "flops": self.flops}
+        options = {"options": [list(option) for option in self.options]} if self.options else {}
+        return {"kind": self.kind, "graphs": graphs, "counts": list(self.counts), "flops": self.flops} | options
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Function:
@@ -72,9 +75,17 @@ class Function:
             kind, (carries, sequences) = data["kind"], map(int, data["counts"])
             if len(graphs) != len(KINDS[kind]):
                 raise ValueError(f"{kind} has {len(graphs)} graphs")
-            return cls(kind, graphs, (carries, sequences), int(data["flops"]))
+            options = tuple((str(name), _option(value)) for name, value in data.get("options", ()))
+            return cls(kind, graphs, (carries, sequences), int(data["flops"]), options)
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise TextError(f"this is no function of an op: {error}") from error
+
+
+def _option(value: object) -> bool | int | str:
+    """Return ``value`` if it can be an option of a kernel; TypeError for other types."""
+    if not isinstance(value, bool | int | str):
+        raise TypeError(f"no option of a kernel: {value!r}")
+    return value
 
 
 KINDS = {

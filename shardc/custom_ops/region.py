@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc._compat import differentiable
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.comm import group_name
 from shardc.ir.layout import Layout
@@ -183,10 +184,17 @@ def _call(tensors: list[Tensor], number: int) -> list[Tensor]:
 
 
 def _gradient(tensors: list[Tensor], tangents: list[Tensor], number: int) -> list[Tensor]:
-    """Return a tensor of the right shape for the gradient of each floating-point argument of a region. Passes replace
-    this op before a graph runs (by `Region.gradients`).
+    """Return the gradient of each floating-point argument of the region with index ``number``.
+
+    Passes replace this op (by `Region.gradients`); it runs in a model that plain ``torch.compile`` compiles.
     """
-    return [torch.empty_like(x) for x in tensors if x.is_floating_point()]
+    with differentiable():
+        return [x.contiguous() for x in region(number).gradients(tensors, tangents)]
+
+
+def _fake_gradient(tensors: list[Tensor], tangents: list[Tensor], number: int) -> list[Tensor]:
+    """Return a tensor with the shape of each result of `_gradient`."""
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors if x.is_floating_point()]
 
 
 def _setup(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
@@ -209,7 +217,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
 _library.impl("call", _call, "CompositeExplicitAutograd")
 _library.impl("gradient", _gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("shardc_region::call", _call, lib=_library)
-torch.library.register_fake("shardc_region::gradient", _gradient, lib=_library)
+torch.library.register_fake("shardc_region::gradient", _fake_gradient, lib=_library)
 torch.library.register_autograd("shardc_region::call", _backward, setup_context=_setup, lib=_library)
 
 

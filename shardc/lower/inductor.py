@@ -6,6 +6,7 @@ On CPUs without 16-bit units, 16-bit matrix products, convolutions and attention
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -37,11 +38,13 @@ from torch.utils import _pytree as pytree
 import shardc.ir.comm  # noqa: F401  (its ops are lowered here)
 from shardc._compat import PyTree
 from shardc.custom_ops import attention_ops, float8_ops
+from shardc.errors import ShardcWarning
 from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE, Half
 from shardc.ir.graph import output_node
 from shardc.ir.repeat import type_of
 from shardc.ir.sized import SIZED, At
+from shardc.lower import flex_kernel
 from shardc.lower.compile_lock import cache_folder, caches, name_of
 from shardc.lower.kernels import check_vectors, together
 
@@ -205,10 +208,25 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> t
         inputs: fake tensors, and numbers that may be symbolic.
         kind: whether the graph is a forward, a backward or an inference graph; see `shardc.ir.executable.Half`.
     """
+
+    def compiled_with(kernels: Mapping[Any, Callable[..., PyTree]]) -> Any:
+        decomposed = _decomposed(gm, inputs, kernels)
+        return compile_fx_inner(decomposed, inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE)
+
     with _shardc_config(inputs):
-        compiled = compile_fx_inner(
-            _decomposed(gm, inputs), inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE
-        )
+        try:
+            compiled = compiled_with(flex_kernel.KERNELS)
+        except Exception as error:
+            if not flex_kernel.is_used(gm):
+                raise
+            warnings.warn(
+                ShardcWarning(
+                    f"torch's kernel of flex_attention does not compile ({type(error).__name__}: {error}), so shardc's "
+                    "own code computes it, with all keys; kernel_options={'num_stages': 1}, or smaller blocks, may help"
+                ),
+                stacklevel=2,
+            )
+            compiled = compiled_with({})
     # A graph without ops is not compiled, and has no source.
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
@@ -243,11 +261,18 @@ def _tag() -> str:
     return f"shardc {hashlib.sha256(code).hexdigest()}"
 
 
-def _decomposed(gm: fx.GraphModule, inputs: Sequence[InputType]) -> fx.GraphModule:
-    """Return ``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
+def _decomposed(
+    gm: fx.GraphModule, inputs: Sequence[InputType], kernels: Mapping[Any, Callable[..., PyTree]] = flex_kernel.KERNELS
+) -> fx.GraphModule:
+    """Return ``gm`` in the ops that Inductor lowers; the order of its collectives stays.
+
+    Args:
+        kernels: further decompositions, to ops for which Inductor has kernels on some devices.
+    """
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    table = {**widened(select_decomp_table()), **float8_ops.WRITTEN_OUT, **kernels}
     with mode, torch.no_grad():
-        decomposed = make_fx(gm, decomposition_table=widened(select_decomp_table()) | float8_ops.WRITTEN_OUT)(*inputs)
+        decomposed = make_fx(gm, decomposition_table=table)(*inputs)
     # Inductor may change the strides of results that the user does not see, but the backward half is compiled for
     # those of the trace.
     last = output_node(decomposed.graph)

@@ -63,7 +63,7 @@ class Pipeline:
         return tuple(pass_.name for pass_ in self.passes)
 
     def check_requires(self) -> None:
-        """Raises InputError if a pass requires another pass that is missing from this pipeline or runs later."""
+        """Raises InputError if a pass runs without a pass that it requires, or before it."""
         for at, pass_ in enumerate(self.passes):
             for name in getattr(pass_, "requires", ()):
                 if name in self.names[:at]:

@@ -223,7 +223,7 @@ def show_sizes(sizes: dict[str, int]) -> str:
 
 
 def _show_item(item: Placement | str | tuple[str, ...] | None) -> str:
-    """Return one item of a plan spec that is a tuple, as Python source."""
+    """Return one item of a tuple form as Python source."""
     if isinstance(item, Placement):
         return show_placement(item)
     if isinstance(item, tuple):

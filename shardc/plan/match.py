@@ -34,7 +34,7 @@ def _matches(glob: str, name: str) -> bool:
 
 
 def by_part(path: str) -> str:
-    """Return ``path`` as a glob of a plan whose stars each match one part of a name (between dots)."""
+    """Return ``path`` as a glob of the plan in which each star stands for one part of a name, without dots."""
     return f"./{path}" if any(char in path for char in "*?[") else path
 
 

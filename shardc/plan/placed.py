@@ -255,9 +255,7 @@ class SavePolicy:
         return replace(self, module=module, entry=self.entry if self.where == "host" else "")
 
     def names(self, op: object) -> bool:
-        """Return whether this policy is about results of ``op`` (a node's target): the policy names the op, or no ops
-        at all.
-        """
+        """Return whether the policy is about results of ``op`` (a node's target): it names ``op``, or no ops at all."""
         return not self.ops or any(is_named(op, name) for name in self.ops)
 
 

@@ -299,8 +299,7 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
 
 
 def resolve_saves(plan: Plan, module_names: Iterable[str]) -> list[SavePolicy]:
-    """Return where the plan keeps activations until backward, as `SavePolicy` for each module: in the order of entries,
-    then of modules.
+    """Return the policies by which the plan saves activations for backward: by entry, then in the order of modules.
 
     Raises:
         PlanError: a glob matches no module.
@@ -311,7 +310,7 @@ def resolve_saves(plan: Plan, module_names: Iterable[str]) -> list[SavePolicy]:
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
     """Raise PlanError for a plan entry that pins activations if the program uses none of them. ``tags`` has the name of
-    the tag node for each pin.
+    the tag node of each pin.
     """
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
     heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}

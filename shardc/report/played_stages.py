@@ -1,4 +1,4 @@
-"""`Played`: the actions of a pipeline on all ranks with their predicted times, and the costs of its stages and ranks.
+"""`Played`: a pipeline's actions on all ranks with their predicted times, and the costs of its stages and ranks.
 
 Each stage is predicted alone, for one microbatch, as any program: seconds of its forward and backward, and of what runs
 once, in front of them and behind. `clock` plays the lists of all ranks with these seconds. Messages take the bytes of
@@ -129,7 +129,7 @@ class Parts:
 
 
 class Played:
-    """The pipeline schedule of a step with predicted times: for each rank, its computations and messages in order.
+    """The schedule of a pipeline with predicted times: for each rank, its list of computations and messages.
 
     Attributes:
         stages: per stage, (prediction for one microbatch, number of runs in a step of each of its graphs).
@@ -151,7 +151,7 @@ class Played:
         self._play()
 
     def of_rank(self, rank: int) -> list[tuple[Half, int]]:
-        """Return the graphs that a rank runs in a step, in order, as (graph, number of the microbatch)."""
+        """Return (graph, number of the microbatch) for each run of a graph on a rank, in order."""
         return [(self.parts.graph(x.half), x.microbatch) for x in self.actions[rank] if isinstance(x, Run)]
 
     def _predict_stage(self, stage: int, rank: int) -> None:
@@ -210,8 +210,8 @@ class Played:
         return begins
 
     def _play(self) -> None:
-        """Compute and store the times of all ranks: of the actions in their pipeline schedule, and of what each rank
-        runs before and after.
+        """Compute and store the times of all ranks: of their lists of computations, and of what each rank runs before
+        and after its list.
         """
         flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
         looped = {opening(at)[0] for at, loop in enumerate(flow.openings) if loop is not None}

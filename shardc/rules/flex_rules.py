@@ -11,7 +11,7 @@ from operator import getitem
 
 import torch
 
-from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, FLEX_VISIBLE, score_functions, skips
+from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, FLEX_TABLES, mask_op, score_functions
 from shardc.rules.attention_rules import Attended, SequenceHeads, routed
 from shardc.rules.key_blocks import KeyBlock, KeyBlocks, added, narrow
 from shardc.rules.notation import FREE, WHOLE, Loops
@@ -98,14 +98,20 @@ class _Positions:
         """Return keyword arguments of the op for ``block``, whose keys are ``key`` [b, g, k, e]."""
         local, builder = self.local, self.local.builder
         where = self.same | ({} if block.columns is None else {"columns": block.columns})
-        if not skips(builder.device):
+        op = mask_op(builder.device)
+        if op is None:
             return where
         *batch_heads_rows, _ = builder.shape(local.operand("query"))
         captured = list(local.operand("captured"))[self.functions.counts[0] :]
         mask = captured, local.call["body"], [*batch_heads_rows, builder.shape(key)[2]], local.call["keys"]
-        name = (FLEX_VISIBLE, *(tuple(x) if isinstance(x, list) else x for x in mask), *where.items())
-        visible = builder.once(name, lambda: builder.call(FLEX_VISIBLE, *mask, **where))
-        return where | {"visible": visible}
+        on = [builder.device] if op is FLEX_TABLES else []
+        name = (op, *(tuple(x) if isinstance(x, list) else x for x in mask), *where.items())
+
+        def emit() -> list[Emitted]:
+            results = builder.call(op, *mask, *on, **where)
+            return [builder.call(getitem, results, at) for at in range(8 if op is FLEX_TABLES else 1)]
+
+        return where | {"visible": builder.once(name, emit)}
 
 
 def _flex_local(local: Local) -> Emitted:

@@ -290,6 +290,9 @@ def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
 def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
     """Emit exchanges in which each rank sends each other rank a block of fixed size, so that the host need not wait for
     the row counts. Return, for each chunk, (the exchange, number of rows that come from each rank for each expert).
+
+    Returns:
+        for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).
     """
     call, (axes, ranks) = local.builder.call, _everyone(local)
     _, everywhere = local.builder.group(axes)

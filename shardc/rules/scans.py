@@ -155,6 +155,8 @@ class _Carried:
     def scaled_step(self) -> Function | None:
         """Return a scan function as `step` does, with a further carry for each carry in ``sent``: the product of the
         factors by which the steps scale it. Return None if steps do more than scale and add.
+
+        Returns None if a step is not of the form ``factor * carry + summand`` for each carry in ``sent``.
         """
         graph, env, scales = self._copy(scales=True)
         others: set[fx.Node] = set()  # computed from carries in other ways
@@ -171,8 +173,11 @@ class _Carried:
         return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in products)])
 
     def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
-        """Return (copy of the step's graph without its results, node -> its copy, carry -> (the carry, an argument of
-        the copy for the product of its scales)). The last is empty unless ``scales``.
+        """Return (copy of the step's graph without its results, node -> its copy, products). ``scales``: whether the
+        copy gets an argument for each carry's product of scales.
+
+        The products are empty without ``scales``, else carry -> (the carry, a new argument of the copy that stands for
+        its product of scales so far).
         """
         graph, carries = fx.Graph(), len(self.sums) + len(self.same) + len(self.sent)
         first, last = ([self.arguments[at] for at in places] for places in (self.sent, self.same))

@@ -109,7 +109,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A model captured on a few of its repeated blocks. Tag nodes mark the activations at all module boundaries.
+    """A model captured on a few of its repeated blocks, with every module boundary marked by a tag.
 
     Args:
         source: the model and the arguments of its call.

@@ -1,5 +1,4 @@
-"""Memory limits in a search: a price for each byte in the layout problem, and measures (changes of a plan) that make a
-plan fit.
+"""Memory limits in a search: the price of a byte in the layout problem, and measures that make a plan fit.
 
 `PriceSearch` finds the fastest solution of a layout problem within a limit. The solver minimizes time + price * bytes
 (a Lagrange multiplier); the higher the price, the smaller and the slower its solution. The search is for the lowest
@@ -133,7 +132,7 @@ class Measure:
     apply: Callable[[Plan, int], Plan]
 
     def whole(self, plan: Plan) -> Plan:
-        """Return ``plan`` with this measure applied to all units (parameters, blocks)."""
+        """Return ``plan`` with this change applied to all units (parameters, blocks)."""
         return self.apply(plan, len(self.shares))
 
 
@@ -197,8 +196,7 @@ class Fit:
             plan, now = step
 
     def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
-        """Return the ``measures`` (changes of a plan) that free memory, sorted by the seconds that they cost per byte
-        freed.
+        """Return the ``measures`` that free memory, sorted by the seconds that they cost per byte freed.
 
         Args:
             now: cost of ``plan`` without them.
@@ -211,8 +209,8 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Predict ``plan`` with ``measure`` (a change that frees memory) applied to all its units (parameters, blocks).
-        Return (that plan, its cost) if the plan is still too large. If it fits, try fewer units too, and return None.
+        """Predict ``plan`` with ``measure`` applied to all its units (parameters, blocks). Return (that plan, its
+        cost) if it is still too large. If it fits, try fewer units too, and return None.
 
         Args:
             now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.

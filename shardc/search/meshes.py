@@ -183,12 +183,12 @@ class SearchOverMeshes:
 
     @staticmethod
     def best(trials: Sequence[Trial]) -> Trial | None:
-        """Return the fastest trial (a plan with its prediction) that fits in memory; None if none fits."""
+        """Return the fastest trial that fits; None if none fits."""
         fitting = [trial for trial in trials if trial.fits]
         return min(fitting, key=_order, default=None)
 
     def _too_large(self, trials: Sequence[Trial], meshes: Sequence[Mesh]) -> PlanError:
-        """Return the PlanError for a search in which no plan fits in memory. The error names the smallest plan of
+        """Return the PlanError for a search in which no plan fits in memory. It names the smallest plan of
         ``trials``.
         """
         least = min(trials, key=lambda t: t.memory)
@@ -200,9 +200,7 @@ class SearchOverMeshes:
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
-    """Return the sort key of a trial (a plan with its prediction): its seconds, then the number of axes of its mesh,
-    then mesh and plan as text.
-    """
+    """Return the sort key of a trial: its seconds, then the number of axes of its mesh, then mesh and plan as text."""
     return round(trial.seconds, 9), len(trial.mesh.axes), str(trial.mesh), str(trial.plan)
 
 

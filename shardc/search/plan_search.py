@@ -271,8 +271,8 @@ class Search:
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
 
     def _fitting(self, split: Split) -> Trial | None:
-        """Predict schedules of solutions of ``split`` (a choice of the axes that split storage), the fastest first,
-        until one fits in memory. Return the last trial; None if no plan can be compiled.
+        """Predict schedules of solutions of ``split``, the fastest first, until one fits in memory. Return the last
+        trial; None if no plan can be compiled.
         """
         candidate = split.candidate
         if candidate is not None and candidate.bytes > self._room(split.over):
@@ -464,7 +464,7 @@ class Search:
         return tried
 
     def _estimated(self, plan: Plan, origin: str, captured_model: CapturedModel) -> Trial | None:
-        """Return a plan as a `Trial` with a cost estimated from the captured blocks; None if the plan cannot be
+        """Return a plan as a trial whose cost is estimated from the captured blocks; None if the plan cannot be
         compiled.
         """
         try:
@@ -524,8 +524,8 @@ class Search:
 
 
 def _value(split: Split) -> float:
-    """Return the cost in seconds of the solution of ``split`` (a choice of axes), without the price of its memory; inf
-    if there is no solution.
+    """Return the cost in seconds of the solution of ``split``, without the price of its memory; inf if there is no
+    solution.
     """
     return inf if split.candidate is None else split.candidate.at(0.0)
 
@@ -540,8 +540,8 @@ def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
 
 
 def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
-    """Return ``weights`` (of communication in the layout problem) updated to the share of gathers and of reductions
-    that ``schedule`` leaves exposed, not hidden by compute.
+    """Return ``weights`` with the share of communication that is exposed (not hidden by compute) in ``schedule``, for
+    gathers and for reductions.
 
     Args:
         schedule: the schedule.

@@ -82,8 +82,8 @@ class Pinner:
         return plan | Plan(activations=pins) if pins else plan
 
     def _target(self, name: str) -> str:
-        """Return how a plan entry names the module boundary that the tag node ``name`` marks: a module name, or a glob
-        for all repeated blocks.
+        """Return the text by which a plan entry names the module boundary that tag ``name`` marks: a module name, or a
+        glob for all repeated blocks.
         """
         module, where, _ = name.rsplit(".", 2)
         return self.writer.by_glob(dict.fromkeys(self.writer.block_names(module), ""))[-1][0] + (
@@ -102,7 +102,7 @@ class Pinner:
 
 
 def _parent(name: str) -> str:
-    """Return the name of the parent of a module, namely of the module whose boundary the tag node ``name`` marks."""
+    """Return the parent of a module, by name. The module is the one whose boundary is marked by the tag ``name``."""
     return name.rsplit(".", 2)[0].rpartition(".")[0]
 
 
@@ -150,8 +150,8 @@ def borders(planned: PlannedGraph) -> dict[str, Border]:
 
 
 def _need(node: fx.Node, phase: str) -> Layout:
-    """Return the layout that all users of ``node`` in ``phase`` ("forward" or "backward") need. If they need different
-    layouts, return the layout of ``node`` itself, or if that is partial the first layout needed.
+    """Return the layout in which all users of ``node`` in ``phase`` need its value. If they need different layouts,
+    return the layout of ``node`` itself.
     """
     needs: dict[Layout, None] = {}
     for user in node.users:

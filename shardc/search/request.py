@@ -87,8 +87,8 @@ def unstaged(plan: Plan) -> Plan:
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
-    """Return ``plan`` without the entries of ``base``, to be sent to other ranks as JSON. All ranks have ``base``,
-    whose entries may be of the user's own classes.
+    """Return ``plan`` without the entries of ``base``. (Classes of these may be defined in the caller's process
+    only.)
     """
     return Plan.of(entry for entry in plan.entries if entry not in base.entries)
 

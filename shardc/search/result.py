@@ -102,7 +102,7 @@ class Trial:
         return f"{about}{milliseconds(self.seconds)}", exposed, f"{about}{gigabytes(self.memory)}"
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of this plan's row in a table of trials with head `HEAD`."""
+        """Return the cells of the trial's row in a table with head `HEAD`."""
         step, exposed, memory = self.cells
         problem = (
             (milliseconds(self.value), f"{self.gap:.1g}", f"{self.build:.1f}", f"{self.solve:.1f}")
@@ -160,8 +160,8 @@ class Found:
 
     @property
     def solution(self) -> Trial:
-        """Return the `Trial` of the best plan, if that plan is a solution of the layout problem. Else return the
-        fastest trial whose plan is one.
+        """Return the trial of the best plan, if that is a solution of the layout problem. Else return the fastest trial
+        that is one.
         """
         solved = [trial for trial in self.trials if trial.is_solution]
         return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
@@ -201,8 +201,8 @@ class Found:
         )
 
     def brief(self) -> Found:
-        """Return a copy with three trials (plans with predictions) only: `best`, `solution` and `form`. The other
-        trials keep graphs of programs alive.
+        """Return a copy with three trials only: `best`, `solution` and `form`. The other trials keep graphs of
+        programs alive.
         """
         ids = {id(trial) for trial in (self.best, self.solution, self.form)}
         return replace(self, trials=tuple(trial for trial in self.trials if id(trial) in ids))

@@ -60,7 +60,7 @@ class Part:
 
 
 def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware: Hardware) -> list[Part]:
-    """Return the costs of the parts (children of blocks, and modules outside) of the complete model, in order.
+    """Return the parts of the complete model, in order.
 
     Args:
         captured_model: the captured model.
@@ -93,7 +93,7 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
 
 
 def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
-    """Return the names of the parts (children of blocks, and modules outside) of the captured model, in order."""
+    """Return the names of the parts of the captured model, in order."""
     order: dict[str, int] = {}  # module -> the first op of it
     for at, node in enumerate(forward.graph.nodes):
         if node.op == "call_function" and ir.info(node).origin.phase == "forward":
@@ -113,8 +113,8 @@ def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
 
 
 def _part_name(names: Sequence[str], module: str) -> str:
-    """Return the name of the model's part (a child of a block, or a module outside) that the module or value called
-    ``module`` is in. ``names`` has all such names.
+    """Return the name of the part that ``module`` (the name of a module or value) is in. ``names`` has the names of all
+    parts.
 
     What is in a block and in none of its parts counts to the first part of the block. Everything else counts to the
     last part of all.
@@ -152,8 +152,8 @@ def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
 
 
 def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that a cut in front of each part of the model would send for one microbatch: part -> bytes of
-    the values that earlier parts compute and this or later parts read.
+    """Return the bytes that a cut in front of each part would send for one microbatch: part -> bytes of the values that
+    earlier parts compute and that it or later parts read.
 
     Values that are computed from inputs alone or from parameters alone are not counted.
     """
@@ -207,8 +207,8 @@ def _priced(name: str, sums: Mapping[tuple[object, bool], float], sizes: Mapping
 
 
 def _unfolded(captured_model: CapturedModel, few: Sequence[Part]) -> Iterator[Part]:
-    """Yield the costs of the parts of all blocks of the model, as `Part`. Blocks that were not captured have the costs
-    of the second captured block.
+    """Yield the parts of all blocks of the model. Blocks that were not captured have the costs of the second captured
+    block.
     """
     repeats = captured_model.repeats
     at = 0
@@ -248,8 +248,7 @@ class Played:
 
 @dataclass
 class Player:
-    """Predicts the step of a pipeline for any cut of the model into stages. It simulates a schedule with the costs of
-    the model's parts.
+    """Predicts the step of a pipeline for any cut of the model: plays the lists of a schedule with the costs of parts.
 
     Args:
         schedule: the lists of all ranks.
@@ -297,9 +296,7 @@ class Player:
 
     @cached_property
     def _places(self) -> list[int]:
-        """Return the indices of the parts of the model (children of blocks, modules outside) at which a stage may
-        begin, besides the first.
-        """
+        """Return the indices of the parts of the model at which a stage may begin, besides the first."""
         return [at for at in range(1, len(self.parts)) if self._may(at)]
 
     def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
@@ -318,8 +315,8 @@ class Player:
         return self.parts[at].received <= first.received or self.parts[at] is first or not first.received
 
     def _balanced(self) -> tuple[int, ...]:
-        """Return the cut into stages in which the slowest stage is as fast as possible, as the index of each stage's
-        first part (a part is a child of a block, or a module outside).
+        """Return the cut in which the slowest stage is as fast as possible, as the index of the first part of each
+        stage.
         """
         before = [0.0, *accumulate(part.total for part in self.parts)]
         stages = self.schedule.stages
@@ -340,7 +337,7 @@ class Player:
         return min(options)[1]
 
     def play(self, starts: tuple[int, ...]) -> Played:
-        """Return the predicted step of the cut whose stages begin at the parts with the indices ``starts``."""
+        """Return the predicted step of the cut whose stages begin at the parts ``starts``."""
         if starts not in self.played:
             stages = [self.parts[a:b] for a, b in pairwise((*starts, len(self.parts)))]
             self.played[starts] = Played(starts, self._seconds(stages), self._memory(stages))
@@ -395,9 +392,7 @@ class Player:
         return runs, [self.schedule.rank_of[action.stage] for action in numbers]
 
     def _memory(self, stages: Sequence[Sequence[Part]]) -> int:
-        """Return the peak bytes of the rank that needs most memory, if the pipeline stages consist of the model parts
-        ``stages``.
-        """
+        """Return the peak bytes of the rank that needs most, if the stages consist of the parts ``stages``."""
         saved = [sum(part.saved for part in parts) for parts in stages]
         out = []
         for rank, counts in enumerate(self._flights):

@@ -185,8 +185,8 @@ class StageSearch(Search):
 
 
 def _begin(parts: Sequence[Part], at: int) -> str:
-    """Return the name of the module at which part ``at`` of the model begins: its block if the part is the first of a
-    block, else the part.
+    """Return the module at which part ``at`` begins, by name: its block if the part is the first of a block, else the
+    part.
     """
     name, before = parts[at].name, parts[at - 1].name
     block = name.rpartition(".")[0]
@@ -194,15 +194,15 @@ def _begin(parts: Sequence[Part], at: int) -> str:
 
 
 def _order(trial: Trial) -> tuple[bool, float]:
-    """Return the sort key of a trial (a plan with its prediction): plans that fit in memory come first, sorted by
-    seconds, then plans that do not fit, sorted by memory.
+    """Return the sort key of a trial: plans that fit in memory come first, sorted by seconds, then plans that do not
+    fit, sorted by memory.
     """
     return not trial.fits, trial.seconds if trial.fits else trial.memory
 
 
 @cache
 def lists(name: str, ranks: int, count: int, per_rank: int | None) -> Schedule:
-    """Return the pipeline schedule called ``name``, a list of actions for each rank, for ``count`` microbatches and
-    ``per_rank`` stages per rank (see `shardc.ir.schedules.schedule`).
+    """Return the schedule ``name`` (a list of actions for each rank) of ``count`` microbatches with ``per_rank`` stages
+    per rank; see `shardc.ir.schedules.schedule`.
     """
     return schedule(name, ranks, count, per_rank)

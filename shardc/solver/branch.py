@@ -183,6 +183,9 @@ class Messages:
         Args:
             graph: the graph that these messages belong to, changed in place.
             masks: variable -> a mask that is True for the labels to keep.
+
+        Returns:
+            the variables that lost labels.
         """
         for node in self.nodes:
             node.sends, node.rows = ([], []), []  # no tables are held beside those of the graph
@@ -307,7 +310,7 @@ CLOSED = 1e-11
 
 @dataclass
 class Effort:
-    """Counts the work that all searches of one `solve` have done, to compare it with the budget.
+    """The work that all searches of one `solve` have done.
 
     Attributes:
         clock: the budget of work and time.
@@ -403,8 +406,11 @@ class Search:
 
     def tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
         """Raise the lower bound of ``graph`` from ``bound``, changing the graph in place. Stop when the graph is
-        solved, cannot improve on the best labelling, or the bound stalls. Return (bound, variable -> bound of each
-        label); None in place of the dict if the graph needs no further search.
+        solved, cannot improve on the best labelling, or the bound stalls. Return (bound, variable -> bound for each
+        label), with None in place of the latter if the graph needs no further search.
+
+        Returns:
+            the bound and, if the graph is still open, variable -> a lower bound for each of its labels; else None.
         """
         try:
             return self._tighten(graph, bound)

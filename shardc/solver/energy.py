@@ -190,8 +190,7 @@ def evaluate(energy: Energy, labels: Sequence[int]) -> float:
 
 
 class Clock:
-    """The budget of one solve: an amount of work, counted in the same way on every machine, and a number of seconds
-    since this clock was created.
+    """The budget of work (the same on every machine) and of seconds since its creation.
 
     Attributes:
         spent: number of table entries visited.

@@ -55,6 +55,9 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
     Args:
         changed: the variables that lost labels since the last call.
 
+    Returns:
+        the variables that lost labels.
+
     Raises:
         Infeasible: a variable loses all its labels.
     """
@@ -92,6 +95,9 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
 def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Remove pairs whose costs are a sum ``a[x] + b[y]``, in place, adding the terms to the two variables' own costs;
     return the variables that lost a neighbour.
+
+    Returns:
+        the variables that lost a neighbour.
     """
     split: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
     lost = []
@@ -126,6 +132,9 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
     place; return the variables that lost labels.
 
     Of labels with equal costs the lowest one stays. Some dominated labels may be missed (see `_candidates`).
+
+    Returns:
+        the variables that lost labels.
     """
     masks = {}
     mask_of: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
@@ -249,6 +258,9 @@ def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> n
 def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Eliminate, in place, variables with at most two neighbours (with two, only if the tables do not grow) or with one
     label; return the variables whose costs or neighbours changed.
+
+    Returns:
+        the variables whose costs or neighbours changed.
     """
     queue = deque(sorted(i for i in variables if i in graph.unary))
     waiting = set(queue)
@@ -405,6 +417,9 @@ def plan_order(graph: Graph, table: int) -> Order | None:
 def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
     """Eliminate all variables of a graph in place, in the given ``order``; the graph's constant is then the least cost.
     Return False, with the graph unchanged, if the budget of ``clock`` does not suffice.
+
+    Returns:
+        whether it finished within the budget. If not, the graph is unchanged.
 
     Raises:
         Infeasible: every labelling costs inf.

@@ -78,8 +78,8 @@ def in_microbatches(
 
 
 def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
-    """Return whether an argument with ``role`` differs between microbatches. ``split`` has the inputs (names) and
-    outputs (indices) that are split over microbatches.
+    """Return whether an argument with ``role`` differs between microbatches. ``split`` has the names of inputs and
+    indices of outputs that are split over them.
     """
     if role.kind == "coordinate":
         return any(mesh.overlap(axis, mesh.time) for axis in role.name.split(","))

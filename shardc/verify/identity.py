@@ -144,7 +144,7 @@ def with_fingerprints(argument: fx.node.Argument, prints: Fingerprints) -> objec
 
 
 def digest(*parts: object) -> bytes:
-    """Return the fingerprint of ``parts``: 16 bytes of the hash of their repr."""
+    """Return a fingerprint of ``parts``: 16 bytes of the hash of their repr."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 

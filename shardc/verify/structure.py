@@ -15,7 +15,7 @@ from shardc.verify.subject import Broken, Check, Subject
 
 
 def records(subject: Subject) -> Broken:
-    """Check that every node has a record of its type, origin and needs (`Info`).
+    """Check that every node has a record (`Info`).
 
     - Each node except the output has an `Info`.
     - Names are unique in the graph.

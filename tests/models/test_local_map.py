@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,3 +137,16 @@ def test_mistakes_are_named(name: str) -> None:
     assert said in error.value.what
     assert error.value.fix == fix
     assert __file__ in (error.value.source or error.value.plan_entry)
+
+
+def test_under_plain_torch_compile() -> None:
+    region = shardc.local_map(lambda x, w: torch.tanh(x @ w.t()), in_layouts=("_, _", "_, _"), out_layouts="_, _")
+
+    def gradients(function: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3).t().requires_grad_()
+        return list(torch.autograd.grad(function(x, weight).square().sum(), [x, weight]))
+
+    compiled = torch.compile(lambda x, w: region(x, w), backend="aot_eager")
+    for mine, other in zip(gradients(compiled), gradients(region), strict=True):
+        torch.testing.assert_close(mine, other)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
+from torch import fx
 
 import shardc
+from shardc.custom_ops import flex_ops
 from shardc.ir.mesh import Mesh
 from tests.models.alike import relative
 from tests.ranks import device_mesh, run_ranks
@@ -102,7 +105,9 @@ def test_four_ranks() -> None:
     )
 
 
-def trains_with_documents(method: str, backend: str) -> None:
+def trains_with_documents(
+    method: str, backend: str, dtype: torch.dtype = torch.float64, tolerance: float = 1e-9
+) -> None:
     """Layers of `flex_attention` with one mask, whose visible blocks a rank computes once, equal one device."""
     from tests.sequence.test_flex import LENGTH, WIDTH, Layers
 
@@ -110,16 +115,35 @@ def trains_with_documents(method: str, backend: str) -> None:
     with patch.object(flex, "_validate_device", lambda *_: None):
         model = Layers(2).double()
         module = shardc.compile(
-            copy.deepcopy(model), device_mesh(Mesh(cp=2)), shardc.cp("cp", method=method), backend=backend
+            copy.deepcopy(model).to(dtype), device_mesh(Mesh(cp=2)), shardc.cp("cp", method=method), backend=backend
         )
         x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
         document = torch.randint(0, 9, (2, LENGTH)).sort(-1).values
         loss = model(x, document).square().mean()
         loss.backward()
-        out = module(*module.shard_inputs(x, document))
+        out = module(*module.shard_inputs(x.to(dtype), document))
         (out.square().mean()).backward()
     for (key, mine), other in zip(module.named_parameters(), model.parameters(), strict=True):
-        assert relative(mine.grad.full_tensor(), other.grad) < 1e-9, key
+        assert relative(mine.grad.full_tensor().double(), other.grad) < tolerance, key
+
+
+def trains_by_torchs_kernel(method: str) -> None:
+    """A program for CUDA calls torch's op, with positions of the rank; here this runs op by op, on a CPU."""
+    ops: list[object] = []
+
+    def by_op(gm: fx.GraphModule, inputs: object, **_: object) -> Callable[[list[object]], object]:
+        ops.extend(str(node.target) for node in gm.graph.nodes)
+        return lambda operands: fx.Interpreter(gm).boxed_run(operands)
+
+    with (
+        patch("shardc.rules.flex_rules.mask_op", lambda _: flex_ops.FLEX_TABLES),
+        patch("shardc.lower.flex_kernel.takes", lambda *_: True),
+        patch("shardc.lower.inductor.compile_fx_inner", by_op),
+        patch("shardc.lower.inductor.check_order"),  # of generated code
+    ):
+        trains_with_documents(method, "inductor", torch.float32, 1e-5)
+    assert {"flex_attention", "flex_attention_backward", "shardc_attention.flex_tables.default"} <= set(ops)
+    assert not {"shardc_attention.flex.default", "shardc_attention.flex_gradient.default"} & set(ops)
 
 
 @pytest.mark.medium
@@ -128,4 +152,5 @@ def test_documents_on_two_ranks() -> None:
         2,
         *(partial(trains_with_documents, method, "eager") for method in METHODS),
         partial(trains_with_documents, "gather", "inductor"),
+        *(partial(trains_by_torchs_kernel, method) for method in METHODS),
     )

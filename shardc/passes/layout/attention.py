@@ -1,6 +1,4 @@
-"""Attention: if the plan splits the sequence, replaces attention kernels by ops that know the global positions of
-queries and keys.
-"""
+"""Attention: replaces attention kernels whose sequence the plan splits by ops that know global positions."""
 
 from __future__ import annotations
 

@@ -315,8 +315,8 @@ class _Sweep:
         return want if all(step.kind == "shard" for step in steps) else None
 
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
-        """Returns what has to change if ``node`` gets the layout ``target``: (user, its new strategy, extra seconds)
-        for each user that now needs ``node`` in another layout. Returns None if one of them cannot change.
+        """Returns what users of ``node`` must change if it gets layout ``target``: (user, new strategy, extra seconds)
+        for each user that does not take it so yet. Returns None if one of them cannot.
 
         None if one of the users cannot take it there.
         """

@@ -385,5 +385,5 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mappin
 
 
 def _alone(spec: Spec, factor: str) -> bool:
-    """Returns whether ``factor`` is the only factor of every dim that it occurs in."""
+    """Returns whether ``factor`` is never joined with another factor in one dim."""
     return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)

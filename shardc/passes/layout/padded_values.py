@@ -99,8 +99,8 @@ class Calls:
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
-        """Returns ``x`` in the memory order that ``old`` had in the trace: ``x`` itself or a copy. If that order is
-        unknown, the result is contiguous. If ``strides`` is CONTIGUOUS, a contiguous ``x`` is returned as it is.
+        """Returns ``x`` in the memory order that ``old`` had in the trace: ``x`` itself or a copy. If the order is
+        unknown, it is contiguous. ``strides`` CONTIGUOUS: a contiguous ``x`` is accepted, too.
 
         Args:
             old: the operand in the traced graph; None if there is none.

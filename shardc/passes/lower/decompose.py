@@ -1,6 +1,4 @@
-"""Decompose: splits collectives of activations into chunks of rows, so that one chunk is sent while another is
-computed.
-"""
+"""Decompose: splits collectives of activations into chunks of rows, so that one is sent while another is computed."""
 
 from __future__ import annotations
 

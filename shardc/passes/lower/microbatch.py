@@ -455,7 +455,7 @@ def closed(
 
 
 def _shorten(others: fx.Node, last: fx.Node) -> None:
-    """Removes the rows of the last microbatch, ``last``, from the recorded shape of all gathered rows, ``others``."""
+    """Makes the gathered rows ``others`` shorter by those of the last microbatch, ``last``, in the recorded type."""
     val, rows = others.meta["val"], last.meta["val"].shape[0]
     others.meta["val"] = val.new_empty((val.shape[0] - rows, *val.shape[1:]))
     ir.update(others, value=ir.value_of(others.meta["val"]))

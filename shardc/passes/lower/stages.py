@@ -271,7 +271,7 @@ class _Assignment:
         return out
 
     def _addends(self, x: fx.Node) -> list[fx.Node]:
-        """Returns the operands of ``x`` if it is a sum of values of the shape and dtype of ``x``; else [``x``]."""
+        """Returns the operands of ``x`` if it is a sum of values of its own shape and dtype; else ``x``."""
         operands = x.all_input_nodes
         is_sum = x.target is torch.ops.aten.add.Tensor and len(operands) == len(x.args) == 2 and not x.kwargs
         like = [(y.meta["val"].shape, y.meta["val"].dtype) for y in (x, *operands)] if is_sum else []

@@ -166,7 +166,7 @@ class _Exchanged(Algorithm):
     """Base of the algorithms that send the data of a collective by an all-to-all, and are priced like it."""
 
     def seconds(self, group: Group, x: Value) -> float:
-        """Returns the predicted seconds of the collective if it runs as an all-to-all."""
+        """Returns the predicted seconds of the all-to-all."""
         return group.exchanged(self.kind, x)
 
 

@@ -234,7 +234,7 @@ class _Open:
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)
 
     def add(self, other: _Open) -> None:
-        """Adds the collectives of the bucket ``other`` to this one."""
+        """Adds the members of ``other``."""
         self.members += other.members
         self.ready, self.use = max(self.ready, other.ready), min(self.use, other.use)
         self.size += other.size

@@ -114,6 +114,9 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
         priority: position of each node in the new order, changed in place.
         limit: bytes that may be in flight; -1 for no limit.
 
+    Returns:
+        (entry, gather, op that it has to precede) of each such gather.
+
     Raises:
         PlanError: an entry needs more bytes in flight than ``limit``.
     """

@@ -117,7 +117,7 @@ class Entry:
         return {}
 
     def saves(self, modules: Sequence[str]) -> Sequence[SavePolicy]:
-        """Return where the entry keeps activations until backward: a `SavePolicy` for each module that it names."""
+        """Return the policies by which the entry saves activations for backward, one for each module that it names."""
         return ()
 
     # --- text

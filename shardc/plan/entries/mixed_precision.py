@@ -166,7 +166,7 @@ class Policies:
         return self.of(name.rpartition(".")[0])
 
     def mode(self, training: bool) -> Policies:
-        """Return the precision entries that apply in training or in evaluation. In evaluation, entries with
+        """Return the policies that apply in training or in evaluation. In evaluation, entries with
         ``full_precision_eval`` ask for no lower precision.
         """
         low = [e for e in self.entries if training or not (e.full_precision_eval and e.of_products)]

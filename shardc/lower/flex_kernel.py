@@ -1,0 +1,208 @@
+"""Decompositions of shardc's `flex_attention` op to torch's own, for which Inductor has kernels on CUDA.
+
+torch's ops take score and mask functions of numbers. Those of `shardc.custom_ops.flex_ops` run on numbers unchanged,
+but for views that align them with a block of scores. Global positions become tensors that the functions capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo._trace_wrapped_higher_order_op import ModIndex
+from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_attention, flex_attention_backward
+from torch.nn.attention.flex_attention import BlockMask
+
+from shardc._compat import differentiable
+from shardc.custom_ops.flex_ops import BLOCK, FLEX, FLEX_GRADIENT
+from shardc.custom_ops.function_ops import function_of
+
+aten = torch.ops.aten
+SMALLEST = 16  # features; torch's kernel takes no fewer
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether torch's kernel computes a call with these operands."""
+    operands = (query, key, value)
+    return (
+        query.device.type == "cuda"
+        and query.dtype in _DTYPES
+        and all(x.dtype == query.dtype and x.shape[3] >= SMALLEST and x.numel() for x in operands)
+    )
+
+
+class _OfNumbers(fx.Interpreter):
+    """Runs the graph of a score or mask function on numbers.
+
+    Args:
+        graph: see `shardc.custom_ops.flex_ops`.
+        differentiable: whether lookups are to have the gradient that the kernel's backward can compute.
+    """
+
+    def __init__(self, graph: fx.Graph, differentiable: bool) -> None:
+        super().__init__(fx.GraphModule({}, graph))
+        self.differentiable = differentiable
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.view.default and args[1] == [1, 1, 1, 1]:
+            return args[0]
+        if target is aten.index.Tensor and self.differentiable:
+            return ModIndex.apply(*args)
+        return super().call_function(target, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of the op, in the terms of torch's.
+
+    Args:
+        body, keys: as of `shardc.custom_ops.flex_ops.flex`.
+        size: [b, h, q, k].
+        captured: tensors that the score function reads, then those that the mask function reads.
+        positions: rows, columns, batches and heads, as of the op.
+        tables: result of ``flex_tables``.
+    """
+
+    body: str
+    keys: int
+    size: Sequence[int]
+    captured: Sequence[Tensor]
+    positions: Sequence[Tensor | None]
+    tables: Sequence[Tensor]
+
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """Return the positions that are tensors, as int32."""
+        return tuple(x.to(torch.int32) for x in self.positions if x is not None)
+
+    @property
+    def of_score(self) -> tuple[Tensor, ...]:
+        """Return the tensors that torch's score function captures."""
+        return *self.captured[: function_of(self.body).counts[0]], *self.given
+
+    @property
+    def of_mask(self) -> tuple[Tensor, ...]:
+        """Return the tensors that torch's mask function captures."""
+        return *self.captured[function_of(self.body).counts[0] :], *self.given
+
+    def _numbers(self, here: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """Return (batch, head, row, column, batch here, head here), given those ``here``: counted in the operands."""
+        tables = iter(given)
+        b, h, m, n = here
+        rows, columns, batches, heads = (
+            x if position is None else aten.index.Tensor(next(tables), [x])
+            for x, position in zip((m, n, b, h), self.positions, strict=True)
+        )
+        if self._has_padding:
+            columns = columns.clamp(max=self.keys - 1)
+        return [batches, heads, rows, columns, b, h]
+
+    @property
+    def _has_padding(self) -> bool:
+        return self.positions[1] is not None or self.size[3] > self.keys
+
+    def score(self, differentiable: bool = False) -> Callable[..., Tensor]:
+        """Return the score function, of (score, batch, head, row, column, *of_score) of the operands."""
+        function = function_of(self.body)
+        run, count = _OfNumbers(function.graphs[0], differentiable).run, function.counts[0]
+
+        def score(x: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *captured: Tensor) -> Tensor:
+            numbers = self._numbers((b, h, m, n), captured[count:])
+            result: Tensor = run(x, *numbers, *captured[:count])[0]
+            return result
+
+        return score
+
+    def mask(self) -> Callable[..., Tensor]:
+        """Return the mask function, of (batch, head, row, column, *of_mask) of the operands."""
+        function = function_of(self.body)
+        run, count = _OfNumbers(function.graphs[1], False).run, function.counts[1]
+
+        def mask(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *captured: Tensor) -> Tensor:
+            visible: Tensor = run(*self._numbers((b, h, m, n), captured[count:]), *captured[:count])[0]
+            if not self._has_padding:
+                return visible
+            columns = n if self.positions[1] is None else aten.index.Tensor(captured[count:][self._column], [n])
+            return visible & (columns < self.keys)
+
+        return mask
+
+    @property
+    def _column(self) -> int:
+        return 0 if self.positions[0] is None else 1
+
+    def blocks(self) -> tuple[Any, ...]:
+        """Return the block mask as torch's op takes it."""
+        block_mask: Any = BlockMask
+        fields: tuple[Any, ...] = block_mask(self.size[2:], *self.tables, (BLOCK, BLOCK), self.mask()).as_tuple()
+        return fields
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
+    axis: str = "", method: str = "", around: bool = False,
+    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
+    heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """Return (output, log-sum-exp) of `flex`, by torch's op."""
+    if visible is None or not takes(query, key, value):
+        return NotImplemented
+    size = *query.shape[:3], key.shape[2]
+    call = _Call(body, keys, size, captured, (rows, columns, batches, heads), visible)
+    of_score, of_mask, options = call.of_score, call.of_mask, dict(function_of(body).options)
+    results = flex_attention(query, key, value, call.score(), call.blocks(), scale, options, of_score, of_mask)
+    return _by_row(results[0]), _by_row(results[1]) * log(2)
+
+
+def _gradient(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    grad_logsumexp: Tensor | None, wanted: Sequence[int], captured: Sequence[Tensor], body: str, scale: float,
+    keys: int,
+    axis: str = "", method: str = "", around: bool = False,
+    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
+    heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """Return the results of `flex_gradient`, by torch's op."""
+    if visible is None or not takes(query, key, value):
+        return NotImplemented
+    size = *query.shape[:3], key.shape[2]
+    call = _Call(body, keys, size, captured, (rows, columns, batches, heads), visible)
+    of_score, of_mask, options = call.of_score, call.of_mask, dict(function_of(body).options)
+    score, joint = _joint(call, query, wanted)
+    if grad_logsumexp is None:
+        grad_logsumexp = torch.zeros_like(logsumexp)
+    grads = flex_attention_backward(
+        query, key, value, out, logsumexp / log(2), grad, grad_logsumexp * log(2), score, joint, call.blocks(), scale,
+        options, of_score, of_mask,
+    )  # fmt: skip
+    return [*map(_by_row, grads[:3]), *(grads[3][at] for at in wanted)]
+
+
+def _joint(call: _Call, query: Tensor, wanted: Sequence[int]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return (score function, function that also computes its gradients, of the tensors ``wanted`` too)."""
+    needs = [at in wanted for at in range(len(call.of_score))]
+    buffers = tuple(x.detach().requires_grad_(need) for x, need in zip(call.of_score, needs, strict=True))
+    b, h, m, n = (query.new_zeros((), dtype=torch.int32) for _ in range(4))
+    numbers = query.new_zeros((), requires_grad=True), b, h, m, n
+    with differentiable():
+        return create_fw_bw_graph(call.score(differentiable=True), numbers, buffers)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """Return ``x`` [b, h, q, ...] with the strides that the op's results have."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def is_used(gm: fx.GraphModule) -> bool:
+    """Return whether a call in ``gm`` has the tables of torch's kernel: it is a graph for CUDA."""
+    calls = [node for op in (FLEX, FLEX_GRADIENT) for node in gm.graph.find_nodes(op="call_function", target=op)]
+    tables = [call.kwargs.get("visible", call.args[-1]) for call in calls]
+    return any(isinstance(x, list | tuple) and len(x) > 1 for x in tables)
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {FLEX: _forward, FLEX_GRADIENT: _gradient}
