@@ -64,7 +64,7 @@ def _shares_errors(function: Callable[P, T]) -> Callable[P, T]:
         if not isinstance(mesh, DeviceMesh):
             return function(*args, **kwargs)
         consistency = Groups.of(mesh).consistency
-        with consistency.tells(), consistency.compiles():
+        with consistency.shares_errors(), consistency.compiles():
             return function(*args, **kwargs)
 
     return call

@@ -138,7 +138,7 @@ class Batches:
             yield from self.loader
             return
         for batch in self.loader:
-            with state.tells():
+            with state.shares_errors():
                 part = self.part(batch)
             yield part
         if state.spec.groups is not None:  # a rank that has more calls the module, which raises on all ranks

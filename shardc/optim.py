@@ -126,7 +126,7 @@ class _OnShards(torch.optim.Optimizer):
     _owners: Owners | None  # of the parameters that are updated whole; None without any
     _whole: list[WholeParameter]  # these, in the order of `_owners`
     _names: dict[int, str]
-    _tells: Callable[[], AbstractContextManager[None]]
+    _shares_errors: Callable[[], AbstractContextManager[None]]
     _shards: list[list[Shard]]  # per group, as of the last step
     _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # per group: parameters and local tensors
     _local: defaultdict[Tensor, Any]  # shard -> its state, as the base class keeps it
@@ -141,7 +141,8 @@ class _OnShards(torch.optim.Optimizer):
         names = {id(param): name for name, param in module.named_parameters()}
         groups = module.shardc.spec.groups
         assert groups is not None, "a module on a device mesh has process groups"
-        self._tells, self._names, self._groups, self._selects = module.shardc.tells, names, groups.whole, selects
+        self._shares_errors, self._names = module.shardc.shares_errors, names
+        self._groups, self._selects = groups.whole, selects
         self._local, self._calls = defaultdict(dict), None
         self._shards, self._tensors, self._whole, self._owners = [], [], [], None
         self._check(self.param_groups)
@@ -165,7 +166,7 @@ class _OnShards(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the plain optimizer, with DTensors; with whole parameters, all ranks call it."""
         if self._owners is not None:
-            with self._tells():
+            with self._shares_errors():
                 self._groups.consistency.meet(f"{self.base.__name__}.state_dict()")
                 self._share()
                 self._refuse_unshared()
@@ -173,7 +174,7 @@ class _OnShards(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of plain tensors, or of DTensors in any layout; all ranks call it."""
-        with self._tells():
+        with self._shares_errors():
             self._refresh(self.param_groups)
             super().load_state_dict(state_dict)
             self._place()
@@ -185,7 +186,7 @@ class _OnShards(torch.optim.Optimizer):
         Shards and their state are kept between steps, while local tensors and state values remain the same objects.
         Adam's CPU kernel is then called directly; otherwise the step of the base class runs.
         """
-        with self._tells():
+        with self._shares_errors():
             return self._step_on_plain(closure)
 
     def _step_on_plain(self, closure: Callable[[], T] | None) -> T | None:

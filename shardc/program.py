@@ -83,7 +83,7 @@ class Program(Executable):
         self.key, self.guards, self.rebuild = self.source.key, self.source.guards, self.source.rebuild
         self.lower_again = self.source.lower_again
         self.bound = joint.bound if folded is None else folded.bound
-        self.mesh, self.plan, self.options = self.bound.mesh.devices, self.bound.plan, joint.options
+        self.mesh, self.plan, self.options = self.bound.mesh.untimed, self.bound.plan, joint.options
         self.pipeline, captured = joint.pipeline, joint.captured
         inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
         self.output_spec = captured.output_spec
@@ -111,7 +111,7 @@ class Program(Executable):
         """Sets the program's layouts of inputs and outputs, in place. The layouts passed in include the axis of
         microbatches.
         """
-        self.inputs = tuple((name, layout.devices) for name, layout in inputs)
+        self.inputs = tuple((name, layout.untimed) for name, layout in inputs)
         self.outputs = tuple(map(on_devices, outputs))
         self.in_time = in_time(inputs, outputs)
 
@@ -121,7 +121,7 @@ class Program(Executable):
         """
         plan, joint = self.bound, self.pipeline.until(CUT)
         summands, device = [Sum(*parts) for parts in sums], joint[passes.Localize].device
-        storages = {name: storage.devices for name, storage in plan.storages.items()}
+        storages = {name: storage.untimed for name, storage in plan.storages.items()}
         reduced = deferred_reduction(summands, storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
         reduced = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(reduced)

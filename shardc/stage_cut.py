@@ -33,7 +33,7 @@ from shardc.ir.executable import (
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
-from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, opened, part
+from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, part, with_gathers_first
 from shardc.plan.pipeline_stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
@@ -111,7 +111,7 @@ class PipelineCut(MicrobatchCut):
                 return loop.bodies[at] if ir.outputs(loop.bodies[at].graph) else None
         if phase.phase in (INFERENCE, FIRST_INFERENCE):
             forward = passes.inference(staged.bodies[at])
-            return forward if phase.phase == INFERENCE else opened(forward, self._gathers(at, first=True))
+            return forward if phase.phase == INFERENCE else with_gathers_first(forward, self._gathers(at, first=True))
         if phase.phase == GATHERS:
             return self._gathers(at, first=False)
         if phase.phase == CLOSING:
@@ -136,7 +136,7 @@ class PipelineCut(MicrobatchCut):
         # Others wait for the first forward of stage 0, and for its last backward nobody does. At other stages it is the
         # other way round, so what communicates once a step runs beside it.
         if (gathers := self._gathers(at, first=True)) is not None:
-            out[FIRST_FORWARD] = opened(first, gathers)
+            out[FIRST_FORWARD] = with_gathers_first(first, gathers)
             if checks:
                 verify.verify_first(first, gathers, out[FIRST_FORWARD], mesh)
         if second is None:

@@ -29,7 +29,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.phases import Phases
 from shardc.joint import Joint
-from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, opened
+from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, with_gathers_first
 from shardc.passes.unfold import Folded
 from shardc.plan.resolve import BoundPlan
 from shardc.verify.subject import reporting
@@ -199,20 +199,20 @@ class MicrobatchCut(StepCut):
                 return loop.body if phase == opening(at)[0] else loop.once
         if phase in (INFERENCE, FIRST_INFERENCE):
             half = passes.inference(parts.body)
-            return half if phase == INFERENCE else opened(half, parts.gathers)
+            return half if phase == INFERENCE else with_gathers_first(half, parts.gathers)
         return closing_forward(parts.closing) if phase == CLOSING else None
 
     def _cut(self) -> dict[Phase, fx.GraphModule | None]:
         first, second = self._partitioned(self.parts.body)
         if second is None:
             # No gradient varies over the microbatches: the batch is too small to be split.
-            last, start = self.parts.closing, opened(first, self.parts.gathers)
+            last, start = self.parts.closing, with_gathers_first(first, self.parts.gathers)
             return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: None, LAST_BACKWARD: last}
         second = mark_terms(second, self.parts.reduce)
         last = closed(second, self.parts.closing, self.parts.reduce)
         if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets
             last = passes.HoistGradEpilogue()(last)
-        start = opened(first, self.parts.gathers)
+        start = with_gathers_first(first, self.parts.gathers)
         if self.joint.options.verify:
             verify.verify_ends(self.parts, first, second, start, last, self.bound.mesh)
         return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
@@ -245,7 +245,7 @@ def in_time(inputs: Iterable[tuple[str, Layout]], roles: Iterable[Role]) -> InTi
 
 def on_devices(role: Role) -> Role:
     """Return ``role`` with its layout on the mesh of devices, without the axis of microbatches."""
-    return role if role.layout is None else replace(role, layout=role.layout.devices)
+    return role if role.layout is None else replace(role, layout=role.layout.untimed)
 
 
 def of_half(role: Role) -> Role:

@@ -44,7 +44,7 @@ class TrainStep:
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Tensor:
         """Runs one training step and returns the detached loss."""
-        with self._module.shardc.tells():
+        with self._module.shardc.shares_errors():
             loss = self._step(*args, **kwargs)
         if self._since < 0:  # the first call compiles, and is not counted
             self._since = perf_counter()

@@ -357,13 +357,12 @@ def _convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of a convolution's (input, weight, bias). The bias's gradient is a sum by itself;
-    NotImplemented, which keeps the op whole, if no bias gradient is wanted.
+    """Return the gradients of a convolution's (input, weight, bias). The bias's gradient is computed as a sum, an op
+    with a rule of its own. NotImplemented, which keeps the op whole, if no bias gradient is wanted.
     """
     if not output_mask[2]:
         return NotImplemented
-    over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
-    bias = aten.sum.dim_IntList(grad, [d for d in over if d != 1])
+    bias = aten.sum.dim_IntList(grad, [dim for dim in range(grad.ndim) if dim != 1])  # all dims but the channels
     if not (output_mask[0] or output_mask[1]):
         return None, None, bias
     geometry = (stride, padding, dilation, transposed, output_padding, groups)

@@ -306,7 +306,8 @@ class _Loop:
         """Return whether all segments can be moved to one place of the graph without a change of any value.
 
         The operands must be computed before the first segment and not change until the end of the last. Nothing may
-        read the memory that segments write before all of it is written.
+        read the memory that segments write before all of it is written. Nothing after the loop may write in place to
+        what it computed.
         """
         place, slices_of = self.order.everywhere, self.order.slices
         begin, end = place[self.start], place[self.segments[-1][-1]]
@@ -316,31 +317,32 @@ class _Loop:
         outs = [memory_of(series.source) for series, _ in self.writes]
         if None in outs or len(set(outs)) < len(outs):
             return False
-        if not self._lasting():
+        if not self._results_unchanged_later():
             return False
         memories = {memory_of(x) for x in operands}
         if not memories.isdisjoint(outs):
             return False
         read = {node for nodes in self.segments for call in nodes for node in _operands(call) if node in slices_of}
-        first = min([begin, *(place[node] for node in read)])
+        first_read = min([begin, *(place[node] for node in read)])
+        # Only slices may lie between segments, and no write to an operand between the first slice read and the loop.
         for node, at in place.items():
             inside = begin <= at <= end
             if inside and node not in self.number and node.op not in ("placeholder", "get_attr"):
                 if node not in slices_of or memory_of(node) in outs:
                     return False
-            if first <= at < begin and not memories.isdisjoint(map(memory_of, written(node))):
+            if first_read <= at < begin and not memories.isdisjoint(map(memory_of, written(node))):
                 return False
         return True
 
-    def _lasting(self) -> bool:
+    def _results_unchanged_later(self) -> bool:
         """Return whether nothing after the loop writes in place to values that the loop has computed. (A scan's results
         are copies.)
         """
         used = [*(at for at, _ in self.carries), *self.results]
         memories = {memory_of(nodes[at]) for nodes in self.segments for at in used}
         end = self.order.everywhere[self.segments[-1][-1]]
-        behind = (node for node, at in self.order.everywhere.items() if at > end)
-        return all(memories.isdisjoint(map(memory_of, written(node))) for node in behind)
+        later = (node for node, at in self.order.everywhere.items() if at > end)
+        return all(memories.isdisjoint(map(memory_of, written(node))) for node in later)
 
     # --- the step
 

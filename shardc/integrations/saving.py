@@ -39,7 +39,7 @@ class ShardedSaving(ShardedModule):
         if state.spec.groups is None or kwargs.get("state_dict") is not None:
             return save(save_directory, *args, **kwargs)
         consistency = state.spec.groups.consistency
-        with state.tells():
+        with state.shares_errors():
             state.check()
             consistency.enter(Event((("event", f"save_pretrained of {state.name}"),)), ask=True)
             names = {id(param): name for name, param in self.named_parameters()}

@@ -118,7 +118,7 @@ class ShardedPretrained(ShardedModule):
                 f"save_pretrained of a compiled module takes no {' and no '.join(sorted(unsupported))}",
                 fix="save to a folder first; huggingface_hub.upload_folder(folder_path=...) uploads it",
             )
-        with state.tells():
+        with state.shares_errors():
             state.check()
             state.spec.groups.consistency.enter(Event((("event", f"save_pretrained of {state.name}"),)), ask=True)
             writes = state.spec.groups.first

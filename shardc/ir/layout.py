@@ -247,13 +247,13 @@ class Layout:
         return Layout(mesh, self.dims, self.partial)
 
     @property
-    def devices(self) -> Layout:
+    def untimed(self) -> Layout:
         """Return this layout without the axis of microbatches. It is then on the mesh of devices, and its tensor has
         the rows of all microbatches.
         """
         if not (time := self.mesh.time):
             return self
-        return self.unbind([time]).without_partial([time]).on(self.mesh.devices)
+        return self.unbind([time]).without_partial([time]).on(self.mesh.untimed)
 
     def split(self, dim: int, axis: str) -> Layout | None:
         """Return this layout with ``dim`` split over ``axis`` too, at the first local digit whose size is divisible by

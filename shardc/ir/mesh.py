@@ -29,7 +29,7 @@ class Mesh:
     >>> mesh = Mesh(dp=2, tp=4)
     >>> mesh.size("tp"), mesh.ranks, mesh.coordinate(5)
     (4, 8, {'dp': 1, 'tp': 1})
-    >>> mesh.timed(8), mesh.timed(8).devices
+    >>> mesh.timed(8), mesh.timed(8).untimed
     (Mesh(dp=2, tp=4, micro=8), Mesh(dp=2, tp=4))
 
     Attributes:
@@ -75,7 +75,7 @@ class Mesh:
         return self._sizes[self.time] if self.time else 1
 
     @cached_property
-    def devices(self) -> Mesh:
+    def untimed(self) -> Mesh:
         """Return this mesh without its axis of microbatches."""
         return Mesh(self.shape[:-1]) if self.time else self
 
@@ -84,7 +84,7 @@ class Mesh:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Without the cached hash: that of a string differs from process to process.
-        return _remade, (self.devices.shape, self.microbatches)
+        return _remade, (self.untimed.shape, self.microbatches)
 
     @cached_property
     def _hash(self) -> int:

@@ -87,7 +87,7 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
         ShardcWarning: a dim does not divide; the text says what is done instead.
     """
     if mesh.time:
-        return _in_time(plan, mesh, inputs, resolve_inputs(plan, mesh.devices, inputs))
+        return _in_time(plan, mesh, inputs, resolve_inputs(plan, mesh.untimed, inputs))
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
     cause = " | ".join(str(entry) for entry in plan.entries if entry.batch)
     for entry in plan.entries:
@@ -126,7 +126,7 @@ def _in_time(
         whole: the plans of the inputs without microbatches.
     """
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
-    batch, count = set(row_axes(plan, mesh.devices)), mesh.microbatches
+    batch, count = set(row_axes(plan, mesh.untimed)), mesh.microbatches
     out = []
     for on_devices, wanted in zip(whole, specs, strict=True):
         layout, padded = on_devices.layout.on(mesh), on_devices.padded and on_devices.padded.on(mesh)

@@ -68,7 +68,7 @@ class BoundPlan:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Return the axes over whose ranks losses are averaged or summed: those that split the batch over devices."""
-        return batch_axes(self.plan, self.mesh.devices)
+        return batch_axes(self.plan, self.mesh.untimed)
 
     @property
     def reduce(self) -> str:

@@ -122,7 +122,7 @@ class Precompiled(Executable):
         if timed.ranks > _MOST_RANKS:
             raise PrecompiledError(f"the mesh {timed} has {timed.ranks} ranks")
         inputs = {name: Layout.parse(text, timed) for name, text in record.inputs}
-        self.inputs = tuple((name, layout.devices) for name, layout in inputs.items())
+        self.inputs = tuple((name, layout.untimed) for name, layout in inputs.items())
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes
         self.output_spec = spec_from_json(record.output_spec, "the outputs")
@@ -210,7 +210,7 @@ class Precompiled(Executable):
                     layout, part = split.pop(role.index, None), ir.value(x)
                     if layout is None or layout.local_shape != part.shape:
                         raise PrecompiledError(f"the layout {layout} is not that of output {role.index}, {part}")
-                    role = replace(role, layout=layout.devices)
+                    role = replace(role, layout=layout.untimed)
                 if role.kind in ("output", "buffer"):
                     outputs[key] = role, x
         if split:

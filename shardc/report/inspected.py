@@ -59,7 +59,7 @@ class InspectedProgram(Program):
         if wanted not in layouts:
             fix = did_you_mean(near_names(wanted, list(layouts)), f"names are in program.text({stage!r})")
             raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)
-        return Tiles(wanted, layouts[wanted].devices)
+        return Tiles(wanted, layouts[wanted].untimed)
 
     @typed()
     def schedule(

@@ -148,7 +148,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: StepContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.runner.groups.consistency.tells():
+        with ctx.runner.groups.consistency.shares_errors():
             return Step._backward(ctx, *tangents)
 
     @staticmethod
@@ -289,7 +289,7 @@ class StepInMicrobatches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.runner.groups.consistency.tells():
+        with ctx.runner.groups.consistency.shares_errors():
             return StepInMicrobatches._backward(ctx, *tangents)
 
     @staticmethod

@@ -73,7 +73,7 @@ class Border:
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._shared: dict[Half, dict[int, SameMemory]] = {}
         self._views: dict[Half, Views] = {}
-        self._behind: dict[Half, dict[int, Returned]] = {}  # outputs and bases
+        self._aliasing: dict[Half, dict[int, Returned]] = {}  # half -> position of an output or base -> how it aliases
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ class Border:
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
-            self._views[half], self._behind[half] = views, self._returned | bases
+            self._views[half], self._aliasing[half] = views, self._returned | bases
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
@@ -154,9 +154,9 @@ class Border:
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
                 continue
-            behind = at >= self.count
-            output = self._behind[half][at]
-            index = output.first if behind else self.program.outputs[at].index
+            is_base = at >= self.count
+            output = self._aliasing[half][at]
+            index = output.first if is_base else self.program.outputs[at].index
             takes = {port.role.name: at for at, port in enumerate(half.takes)}
             others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
             source = feed[takes[output.of]] if output.of in takes else None
@@ -213,8 +213,8 @@ class Border:
     def without_gradients(self, outputs: Sequence[object]) -> list[Tensor]:
         """Returns the tensors in ``outputs`` (of `split_results`) that autograd should mark non-differentiable."""
         bases = self._views[self.half(FORWARD)].bases
-        with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
-        return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
+        with_gradient = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
+        return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_gradient]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
         """Returns the gradient of each model output by index. ``tangents`` has the gradients of the tensors that
@@ -235,8 +235,8 @@ class Border:
         The counter is an empty tensor, which does not keep the output's memory alive.
         """
         shared = self._shared[self.half(FORWARD)]
-        behind = self._behind[self.half(FORWARD)].items()
-        read = [at for at, output in behind if output.read_by or (at in shared and shared[at].saved)]
+        aliasing = self._aliasing[self.half(FORWARD)].items()
+        read = [at for at, output in aliasing if output.read_by or (at in shared and shared[at].saved)]
         changed = [at for at in read if isinstance(outputs[at], Tensor) and not isinstance(outputs[at], ReadOnly)]
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
@@ -281,7 +281,7 @@ class Border:
                 continue
             shared = self._shared[self.half(FORWARD)].get(at)
             saved = shared.saved if shared is not None else frozenset()
-            if used.intersection(self._behind[self.half(FORWARD)][at].read_by) or saved.intersection(
+            if used.intersection(self._aliasing[self.half(FORWARD)][at].read_by) or saved.intersection(
                 x.name for x in half.takes
             ):
                 raise modified(self.program.outputs[at].index, counter, before)
@@ -301,7 +301,7 @@ class Border:
         firsts: dict[int, int] = {}
         nodes = [node for _, node in ir.outputs(half.graph)][: self.count]
         aliases = self._shared[half] = {}
-        for at, output in self._behind[half].items():
+        for at, output in self._aliasing[half].items():
             memory = 0 if output.same is not None else memory_of(outputs[at])
             if memory:
                 first = firsts.setdefault(memory, at)
@@ -318,10 +318,10 @@ class Border:
         """Returns the tensor whose memory output ``at`` shares both on one device and here, where ``shared`` names
         it. None if there is none.
         """
-        output = self._behind[half][at]
+        output = self._aliasing[half][at]
         if shared.feed_index is not None and output.of is not None:
             return local_part(feed[shared.feed_index])
-        if shared.first is not None and self._behind[half][shared.first].first == output.first:
+        if shared.first is not None and self._aliasing[half][shared.first].first == output.first:
             x: Tensor = outputs[shared.first]
             return x
         return None
@@ -337,11 +337,13 @@ class Border:
         half = self.half(FORWARD)
         out, base = outputs[at], self._base(half, at, shared, outputs, feed)
         if base is not None:
+            # A view already, or one that no strides make of `base`: of another dtype, or `base` was copied meanwhile.
             if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
                 return out
             return base.as_strided(out.shape, out.stride(), out.storage_offset())
+        # Detached, it has a version counter that `check` reads: a change, which reaches the saved values, is refused.
         only_saved = shared.feed_index is None and shared.first is None and not shared.constant
-        return out.detach() if only_saved and self._behind[half][at].read_by else out.clone()
+        return out.detach() if only_saved and self._aliasing[half][at].read_by else out.clone()
 
 
 def read_only(x: Tensor, output: Returned, index: int, others: set[int], source: Tensor | None) -> ReadOnly:

@@ -296,8 +296,10 @@ def _shardwise(method: FunctionType) -> Callable[..., PyTree]:
         state: State | None = vars(self).get("shardc")
         if state is None:  # a slice of a container
             return method(self, *args, **kwargs)
-        with state.tells():
+        # `method` may raise on one rank only, while others already wait in a collective.
+        with state.shares_errors():
             result = initialise(state, lambda model: method(model, *args, **kwargs))
+        # The method runs on a view of the module; `return self` returns the module that the user called.
         return self if result is state.params.view else result
 
     return call

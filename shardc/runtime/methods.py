@@ -79,7 +79,7 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
             f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
         )
     out = {}
-    with groups.consistency.tells(), groups.consistency.reduces("expert_tokens()"):
+    with groups.consistency.shares_errors(), groups.consistency.reduces("expert_tokens()"):
         for where, (counts, over) in state.cache.routing.tokens.items():
             if over:
                 axes = group_axes(over, groups.mesh) or ()

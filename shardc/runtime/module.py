@@ -123,7 +123,7 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
         """Returns a copy of the compiled module with the same values and plan, without gradients. All ranks call it."""
-        with self.shardc.tells():
+        with self.shardc.shares_errors():
             return copied(self, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -164,11 +164,11 @@ class ShardedModule(nn.Module):
             RuntimeError: keys are missing or unexpected, or shapes differ. Nothing is loaded then.
         """
         self.shardc.params.fresh = True
-        with self.shardc.tells():
+        with self.shardc.shares_errors():
             return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
-        with self.shardc.tells():
+        with self.shardc.shares_errors():
             check_conversion(self, fn)
             super()._apply(fn, recurse)
             if self.shardc.spec.groups is not None:
@@ -208,7 +208,7 @@ def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, 
         )
     forward_calls.check_ddp(module)
     forward_calls.check_export()
-    with state.spec.groups.consistency.tells():
+    with state.spec.groups.consistency.shares_errors():
         return _step(state, args, kwargs)
 
 

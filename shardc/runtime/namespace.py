@@ -57,7 +57,7 @@ def shares_errors(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
 
     @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.tells():
+        with self.shares_errors():
             return method(self, *args, **kwargs)
 
     return call
@@ -215,7 +215,7 @@ class Namespace(State):
     @contextmanager
     def _summoned(self, writeback: bool, with_grads: bool) -> Iterator[None]:
         """Implements the context manager of `summon_full_params`, after the checks."""
-        with self.tells(), ExitStack() as block:
+        with self.shares_errors(), ExitStack() as block:
             with self._waits():
                 owner, spec = self.params.owner, self.spec
                 block.enter_context(summon_full_params(owner, spec.stored, spec.rank, writeback, with_grads))

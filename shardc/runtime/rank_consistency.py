@@ -210,7 +210,7 @@ class RankConsistency:
         except Stopped:
             raise self._raised() from None
 
-    def tells(self) -> ErrorReport:
+    def shares_errors(self) -> ErrorReport:
         """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
         return ErrorReport(self.fails, self.epoch)
 

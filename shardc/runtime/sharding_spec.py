@@ -84,6 +84,6 @@ class ShardingSpec:
         """
         return self.groups.rank if self.groups is not None else 0
 
-    def tells(self) -> AbstractContextManager[None]:
+    def shares_errors(self) -> AbstractContextManager[None]:
         """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
-        return nullcontext() if self.groups is None else self.groups.consistency.tells()
+        return nullcontext() if self.groups is None else self.groups.consistency.shares_errors()

@@ -123,6 +123,6 @@ class State:
             self.cache.note_cut(name, tuple(x.shape), shape)
         return shards
 
-    def tells(self) -> AbstractContextManager[None]:
+    def shares_errors(self) -> AbstractContextManager[None]:
         """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
-        return self.spec.tells()
+        return self.spec.shares_errors()

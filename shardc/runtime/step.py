@@ -304,21 +304,21 @@ class Runner:
         """Returns whether this rank runs ``half``."""
         return half.stage is None or self.program.order(True).rank_of[half.stage] == self.groups.stage
 
-    def _compile(self, together: Sequence[Half], certificate: Callable[[], Certificate]) -> None:
-        """Checks that all ranks have the same graphs (``together``) and the same list of collectives
+    def _compile(self, halves: Sequence[Half], certificate: Callable[[], Certificate]) -> None:
+        """Checks that all ranks have the same graphs (``halves``) and the same list of collectives
         (``certificate``). Then lowers those graphs that this rank runs.
         """
         keep_heap()
         with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
-            graphs = {peer.name: peer.gm for peer in together}
-            events, names = _COMPARED.setdefault(together[0].gm, {}), tuple(graphs)
+            graphs = {half.name: half.gm for half in halves}
+            events, names = _COMPARED.setdefault(halves[0].gm, {}), tuple(graphs)
             if names not in events:
-                events[names] = program_event(certificate().text(), graphs, together[0].mesh)
+                events[names] = program_event(certificate().text(), graphs, halves[0].mesh)
             self.groups.consistency.enter(events[names])
-            mine = [peer for peer in together if self._runs_here(peer) and peer not in self._compiled]
-            for peer in mine:
-                use_groups(peer.gm, self.groups)
-                prepare(peer.graph)
+            mine = [half for half in halves if self._runs_here(half) and half not in self._compiled]
+            for half in mine:
+                use_groups(half.gm, self.groups)
+                prepare(half.graph)
             self._compiled.update(zip(mine, self.spec.lower_half(*mine), strict=True))
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:

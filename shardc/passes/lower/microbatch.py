@@ -461,7 +461,7 @@ def _shorten(others: fx.Node, last: fx.Node) -> None:
     ir.update(others, value=ir.value_of(others.meta["val"]))
 
 
-def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphModule | None:
+def with_gathers_first(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphModule | None:
     """Returns the forward of the first microbatch, preceded by ``gathers`` (gathers of parameters for all
     microbatches). None without gathers.
     """
@@ -469,6 +469,7 @@ def opened(forward: fx.GraphModule, gathers: fx.GraphModule | None) -> fx.GraphM
         return None
     gathered = {role.name: x for role, x in ir.outputs(gathers.graph) if isinstance(x, fx.Node)}
     chain = _Chain(gathers, forward, gathered)
+    # The forward takes gathered parameters as arguments; in one graph with the gathers, it reads these instead.
     for node in ir.placeholders(forward.graph, KNOWN):
         if (x := gathered.get(ir.role(node).name)) is not None:
             chain.env[node] = chain.env[x]

@@ -40,11 +40,14 @@ class SplitBackward:
         rest = [(role, x) for role, x in results if role.kind != TRANSFER]
         if not sent or not rest:
             return (gm, None) if sent else (None, gm)
-        first = _behind(x for _, x in sent)
-        second = _behind(x for _, x in rest) - first
-        computed = {x for x in first if x.op == "call_function"}
-        read = {x for node in second for x in node.all_input_nodes} | {x for _, x in rest if isinstance(x, fx.Node)}
+        for_inputs = _ancestors(x for _, x in sent)
+        for_weights = _ancestors(x for _, x in rest) - for_inputs
+        computed = {x for x in for_inputs if x.op == "call_function"}
+        read = {x for node in for_weights for x in node.all_input_nodes} | {
+            x for _, x in rest if isinstance(x, fx.Node)
+        }
         crossing = [x for x in gm.graph.nodes if x in computed and x in read]
+        # In both graphs a crossing value has role "saved": a result of the first, an argument of the second.
         weights = part(gm.graph, rest, {x: Role("saved", ir.info(x).name) for x in crossing})
         arguments = {ir.info(node).name: node for node in ir.placeholders(weights)}
         saved = []
@@ -56,8 +59,8 @@ class SplitBackward:
         return LazyGraphModule(gm, inputs), LazyGraphModule(gm, weights)
 
 
-def _behind(results: Iterable[object]) -> set[fx.Node]:
-    """Returns all nodes that are needed to compute ``results``, these nodes included."""
+def _ancestors(results: Iterable[object]) -> set[fx.Node]:
+    """Returns the nodes that ``results`` are computed from, directly or not, and ``results`` themselves."""
     needed: set[fx.Node] = set()
     work = [x for x in results if isinstance(x, fx.Node)]
     while work:

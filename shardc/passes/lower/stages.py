@@ -72,7 +72,7 @@ class Stages:
             {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, KNOWN)}
             for graphs in zip(bodies, closings, *first, strict=True)
         ]
-        gathers = tuple(_gathers(parts.gathers, names) for names in read)
+        gathers = tuple(_part_with_results(parts.gathers, names) for names in read)
         return Staged(parts, openings, bodies, tuple(closings), gathers, up, down, terms)
 
     def _openings(self, parts: Phases, gathered: Mapping[str, frozenset[str]]) -> tuple[StagedLoop | None, ...]:
@@ -361,7 +361,7 @@ def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
     return {name: params for name, params in out.items() if params}
 
 
-def _gathers(gm: fx.GraphModule | None, names: set[str]) -> fx.GraphModule | None:
+def _part_with_results(gm: fx.GraphModule | None, names: set[str]) -> fx.GraphModule | None:
     """Returns a graph with the part of ``gm`` that computes the results called ``names``; None if it computes none of
     them.
     """

@@ -435,7 +435,7 @@ class OpenLayoutProblem(LayoutProblem):
                 self.outside.wanted.pop(node, None)
         op = "avg" if self.problem.reduce == "mean" else "sum"
         split = [{a for found in by_index.values() for a in found[at].bound} for at in range(len(self.free.batch))]
-        ranks = self.mesh.devices.axes
+        ranks = self.mesh.untimed.axes
         for node in ir.placeholders(self.graph, "tangent"):
             self.rows[node] = [
                 layout.with_partial([a for a in ranks if a in split[at] and a not in layout.bound], op)
