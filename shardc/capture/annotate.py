@@ -275,8 +275,8 @@ def _input_role(desc: aot.AOTInput, inputs: Sequence[str]) -> Role:
 
 
 def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
-    """Return the `Role` (model output, gradient or buffer) of an output, given AOTAutograd's descriptor of it. None if
-    a program does not return it.
+    """Return the `Role` (model output, gradient, or parameter, buffer or input with a new value) of an output, given
+    AOTAutograd's descriptor of it. None if a program does not return it.
     """
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
@@ -328,8 +328,8 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """Return three fields of an `Origin` that the trace noted on ``node``, if it did: ``region`` (its checkpoint
-    region), ``policy`` and ``chunk_rows``.
+    """Return fields of an `Origin`, name -> value, from what the trace noted on ``node``: ``region`` (number of the
+    checkpoint region) and ``policy`` of an op in a checkpoint, and ``chunk_rows`` of an op of a chunked loss.
 
     Checkpoint regions are numbered from 1 in the order of the calls; ``policy`` is "must_save" if that of the region
     saves the result. `shardc.capture.replacements` annotates ``chunk_rows``.

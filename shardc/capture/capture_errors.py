@@ -418,7 +418,7 @@ def line_with(text: str, model: nn.Module) -> str | None:
 
 def _layer_drops(model: nn.Module) -> list[str]:
     """Return the names of the config entries for LayerDrop (random skipping of layers) that are not 0, in the configs
-    of ``model`` and its modules.
+    of ``model`` and its modules. None are returned in evaluation.
     """
     configs = [vars(module).get("config") for module in model.modules()] if model.training else []
     rates = chain.from_iterable(getattr(config, "__dict__", {}).items() for config in configs)
@@ -432,8 +432,8 @@ def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_result(out: PyTree, is_loss: bool) -> None:
-    """Raises ValueError if a model cannot be traced with the result ``out``: a loss must be a real scalar tensor, and a
-    result must have a tensor and only values of known classes.
+    """Raises ValueError if a model cannot be traced with the result ``out``: a loss must be a real tensor of one
+    element, and a result must have a tensor and only values of known classes.
     """
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
@@ -448,8 +448,8 @@ def check_result(out: PyTree, is_loss: bool) -> None:
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
-    """Raises CaptureError if a matrix product has operands of different dtypes, which fake tensors accept and kernels
-    do not. ``uncast`` is the result of `Dtypes.uncast`: (further cause, fix).
+    """Raises CaptureError if a matrix product or convolution has operands of different dtypes, which fake tensors
+    accept and kernels do not. ``uncast`` is the result of `Dtypes.uncast`: (further cause, fix).
     """
     for node in graph.nodes:
         if node.target in _PRODUCTS:

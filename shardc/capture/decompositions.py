@@ -52,7 +52,7 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Replaces the ``as_strided`` ops of a traced graph by permutations and indices. CaptureError if one reads memory
-    that holds no element of its tensor.
+    in which the tensor that owns the storage has no element.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
     if not nodes:
@@ -198,7 +198,7 @@ def _memory(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether ``node`` is a view of its first argument."""
+    """Return whether ``node`` may share memory with its first argument, as a view or as an item of several views."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     return _is_view(node.args[0]) if node.target is getitem else aliases(node.target)
@@ -344,7 +344,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
     """Computes a convolution without its bias, then adds the bias. Otherwise each rank with a partial sum would add the
-    bias to it.
+    bias to it. Returns NotImplemented if there is no bias.
     """
     if bias is None:
         return NotImplemented
@@ -391,7 +391,9 @@ def _nll_loss_backward(
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
-    """Returns the gradient of the operand of a slice: ``grad``, padded with zeros to ``sizes``."""
+    """Returns the gradient of the operand of a slice: ``grad``, with zeros in the places that the slice left out, in
+    shape ``sizes``.
+    """
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
     if step != 1:  # put zeros in the places that the step skipped
@@ -418,8 +420,8 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 
 def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
-    """Computes padding with a constant. Negative widths become slices, because torch's kernel takes symbolic sizes for
-    positive widths only.
+    """Computes padding with negative widths by slices, because torch's kernel takes symbolic sizes for positive widths
+    only. Returns NotImplemented if no width is negative.
     """
     if all(width >= 0 for width in pad):
         return NotImplemented
@@ -470,8 +472,8 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
 
 
 def _lu(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (LU, pivots) of ``a``, or of its transpose if ``a`` is row-major in the trace. The formulas of the
-    backward expect that.
+    """Return (LU, pivots) of ``a``, or of its transpose if ``a`` is real, and row-major in the trace. The formulas of
+    the backward expect that.
     """
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
     return lu, pivots

@@ -62,7 +62,8 @@ class Dtypes:
 
     @classmethod
     def of(cls, model: nn.Module, policy: Callable[[str], ModulePolicy], scaled: Callable[[str], str]) -> Dtypes:
-        """Collect the dtypes that a plan gives the modules of ``model``, from two functions of a module's path.
+        """Collect the dtypes of the modules of ``model`` from two functions of a module's path: ``policy`` returns the
+        plan's precision of the module, ``scaled`` the scaling of its float8 products.
 
         Arguments are cast if the policy says so: at the outermost modules of the policy, and at its layers (children of
         containers). Results are cast at the outermost modules.

@@ -1,5 +1,5 @@
-"""Finds what a trace read of Python (attributes, globals, lengths, types) in Dynamo's guards, and which memory its
-outputs have in Dynamo's graph.
+"""Finds in Dynamo's guards what a trace read of Python (attributes, globals, lengths, types). Finds in Dynamo's graph
+which memory the model's outputs have.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 @contextmanager
 def recorded() -> Iterator[list[CaptureOutput]]:
-    """Context manager that yields a list. Each trace in the block adds Dynamo's `CaptureOutput`, from which `reads_of`
-    finds what it read.
+    """Context manager that yields a list. Each trace in the block adds its `CaptureOutput` (a class of Dynamo) to the
+    list; `reads_of` finds in it what the trace read.
 
     Also adds guards for absent dict keys and absent attributes that code looks up.
     """
@@ -253,7 +253,7 @@ def reads_of(
 
 def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> list[Change]:
     """Return the ``changes`` of Python state with their expressions rewritten from Dynamo's names to those of
-    ``reads``. Changes of globals of torch and of libraries are left out.
+    ``reads``. Changes of globals of torch and of libraries, and of objects without an expression there, are left out.
     """
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
@@ -317,8 +317,8 @@ def _line(guard: Any) -> str | None:
 
 
 def _refuse_class_queries(model: nn.Module, codes: Iterable[CodeType]) -> None:
-    """Raises CaptureError if traced code asks for the user's own class of a parameter or buffer, or for a method that
-    this class adds.
+    """Raises CaptureError if traced code names the user's own class of a parameter or buffer (``isinstance(x,
+    Quantised)``), or a method that this class adds.
 
     In the compiled copy, parameters and buffers of the user's own tensor classes are of torch's classes.
     """

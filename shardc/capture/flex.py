@@ -63,7 +63,10 @@ def attention(
     scale: float, kernel_options: dict[str, Any],
     score_mod_other_buffers: tuple[Any, ...] = (), mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return (output, log-sum-exp in base 2, None) of ``flex_attention``; arguments and shapes are torch's."""
+    """Compute torch's ``flex_attention``: by the op of shardc if its functions are pointwise, else as torch's reference
+    does. Return (output, log-sum-exp in base 2, largest scores or, from the op, None). Arguments and shapes are
+    torch's.
+    """
     body, mask_mod = None, block_mask[-1]
     captured = (*score_mod_other_buffers, *mask_mod_other_buffers)
     if _are_plain((query, key, value, *captured)):
@@ -95,7 +98,8 @@ def functions_of(
     query: Tensor, score_mod: Callable[..., Tensor], of_score: Sequence[Tensor], mask_mod: Callable[..., Tensor],
     of_mask: Sequence[Tensor], kernel_options: Mapping[str, Any] | None = None,
 ) -> str | None:  # fmt: skip
-    """Register score and mask functions as graphs of tensors that broadcast; return their name, None if that fails.
+    """Register a score and a mask function as graphs of tensors that broadcast. Return the name of both together; None
+    if one of them has no such graph.
 
     Args:
         query: a tensor with the batch, heads, dtype and device of the call.
@@ -117,7 +121,8 @@ def functions_of(
 def _traced(
     function: Callable[..., Tensor], query: Tensor, dtypes: Sequence[torch.dtype], captured: Sequence[Tensor]
 ) -> fx.Graph | None:
-    """Return a score or mask function as a graph of tensors that broadcast; None if it has none.
+    """Return a score or mask function as a graph of tensors that broadcast. None if it has an op that is neither
+    pointwise nor a lookup.
 
     Args:
         function: function of numbers of the ``dtypes``, and of the tensors ``captured``.
@@ -162,7 +167,9 @@ class _Broadcast:
         self.graph = self._run()
 
     def _run(self) -> fx.Graph | None:
-        """Build the graph; return None if an op is neither pointwise nor a lookup."""
+        """Build the graph and return it; None if an op is neither pointwise nor a complete lookup (an index for each
+        dim).
+        """
         for node in self.old.nodes:
             if node.op == "output":
                 result = node.args[0][0]
@@ -183,7 +190,9 @@ class _Broadcast:
         return self.new
 
     def _emit(self, node: fx.Node) -> bool:
-        """Emit an op on numbers that vary; return whether it is one that broadcasts."""
+        """Copy ``node``, an op whose value differs between scores, into the new graph. Return whether that is possible:
+        the op is pointwise, a lookup by numbers, or makes a new tensor.
+        """
         if node in self.partial:
             return all(user.target is aten.index.Tensor and user.args[0] is node for user in node.users)
         operands = node.all_input_nodes
@@ -207,8 +216,8 @@ class _Broadcast:
         return True
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """Return ``node``, a number of the traced function, as a tensor with the dims of the scores, so that dtypes
-        promote as among numbers.
+        """Return the node in the new graph of ``node``, a number of the traced function. A number that is the same for
+        all scores gets the dims of the scores, so that dtypes promote as among numbers.
         """
         if node in self.varies:
             return self.env[node]
@@ -229,7 +238,9 @@ class _Broadcast:
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return (table, indices) of a lookup by numbers, a lookup in a row of a table included; None for other nodes."""
+    """Return (table, indices) of a lookup by numbers, such as ``table[i, j]`` or ``table[i][j]``, both with the indices
+    [i, j]; None for other nodes.
+    """
     if node.target is not aten.index.Tensor:
         return None
     table: Any = node.args[0]

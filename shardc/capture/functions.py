@@ -281,8 +281,8 @@ def _gradient(
     run.recompile()
 
     def back(*flat: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of one step; the arguments and results are those of the traced graph (see
-        `_gradient`).
+        """Compute the gradients of one step: take and return what the traced graph does (see `_gradient`), as flat
+        tuples.
         """
         grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
 

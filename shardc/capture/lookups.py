@@ -31,8 +31,8 @@ _VIEWS = (
 
 
 def lookups_by_place(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replaces lookups, and the writes that are their gradients, in which an index is ``arange(n)`` for a dim of size
-    n. The new ops have that dim.
+    """Rewrites lookups in a table, and the writes that are their gradients, in which an index is ``arange(n)`` for a
+    dim of size n. The new ops do not index this dim: they have it as a dim of their operands.
     """
     for node in graph.nodes:
         if node.target in (*_READS, *_WRITES, SCATTER):
@@ -94,8 +94,8 @@ class _Lookup:
             self.along = False
 
     def insert_read(self) -> fx.Node | None:
-        """Inserts ops that replace the lookup; returns the node of the result. None, and no ops, if no index is an
-        ``arange`` of its dim, or if an index is missing or is a mask.
+        """Inserts ops that replace the lookup; returns the node of the result. None, and no ops, if no dim of the table
+        is read in order, or if an index is missing or is a mask.
         """
         if not self.plain or not any(self.by_place):
             return None
@@ -110,7 +110,9 @@ class _Lookup:
         return self._call(aten.expand.default, self._spread(x, ordered, rest), self.node.meta["val"].shape)
 
     def insert_write(self) -> fx.Node | None:
-        """Inserts ops that replace the write; returns the node of the result. None if the write stays as it is."""
+        """Inserts ops that replace this write to a table; returns the node of the table after the write. None, and no
+        ops, if the write stays as it is.
+        """
         scatters = self.node.target is SCATTER
         values: Any = self.node.args[2]
         table, adds = (None, True) if scatters else (self.node.args[0], self.node.args[3:4] == (True,))
@@ -193,7 +195,8 @@ class _Lookup:
 
     def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
         """Insert ops that bring ``x``, the result of a ``gather`` by `_entries`, to the dims of the lookup's result;
-        return the last node. ``ordered``, ``rest`` and ``tail`` are those of `_entries`.
+        return the last node. ``ordered`` are the table's dims that are read in order, ``rest`` the other dims of the
+        broadcast indices, ``tail`` the table's dims without an index.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` as one dim, then the tail.
@@ -207,7 +210,8 @@ class _Lookup:
 
     def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
         """Insert ops that bring ``x`` to the dims of the lookup's result; return the last node. Dims over which ``x``
-        does not vary have size 1. ``ordered`` and ``rest`` are those of `_entries`.
+        does not vary have size 1. ``ordered`` are the table's dims that are read in order, ``rest`` the other dims of
+        the broadcast indices.
 
         Args:
             x: its dims are those of the ranges, then ``rest`` if there are other indices, then the tail.
@@ -223,8 +227,8 @@ class _Lookup:
         return x
 
     def _squeezed(self, others: Sequence[int], rest: Sequence[int]) -> list[fx.Node]:
-        """Return the indices of the table's dims ``others``, reduced to the dims ``rest`` of the broadcast indices. The
-        indices do not vary over the other dims.
+        """Insert ops that reduce the index tensors of the table's dims ``others`` to the dims ``rest`` of the broadcast
+        indices; they do not vary over the other dims. Return the nodes of the reduced index tensors.
         """
         out = []
         for dim in others:

@@ -134,8 +134,8 @@ def _is_number_of_numpy(function: object) -> bool:
 
 
 def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradients: bool = True) -> list[object]:
-    """Return a number for each output of a joint graph: outputs that the same ops compute from equal operands have
-    equal numbers. Outputs of several graphs can be compared if these share ``numbers``.
+    """Return a text such as ``%3`` for each output of a joint graph: outputs that the same ops compute from equal
+    operands have equal texts. Outputs of several graphs can be compared if these share ``numbers``.
 
     Args:
         numbers: value of a node (op and operands) -> its number; extended.
@@ -202,8 +202,9 @@ class GradMode:
 
     @contextmanager
     def recorded_tensor_reads(self) -> Iterator[None]:
-        """Context manager in which reads of the grad mode through tensors (``requires_grad``) and autograd contexts are
-        noted, and answered as in the user's call.
+        """Context manager in which a trace notes reads of the grad mode through tensors (``requires_grad``,
+        ``is_leaf``) and autograd contexts. Such a read has the result that it has in the user's call, also in inference
+        mode.
         """
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
@@ -314,7 +315,7 @@ class GradMode:
 
 
 def _is_view(this: TensorVariable, tx: InstructionTranslatorBase) -> bool:
-    """Return whether a computed tensor is a view of a parameter, a buffer or an input."""
+    """Return whether ``this``, a tensor computed in a trace, is a view of a parameter, a buffer or an input."""
     nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
     return _memory(this.as_proxy().node) in {_memory(node) for node in nodes}
 

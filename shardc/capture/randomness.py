@@ -178,8 +178,8 @@ class _Draws:
         return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
 
     def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
-        """Draws ``count`` indices with probabilities in proportion to ``weights``. With ``replacement`` it inverts the
-        cumulative weights, else it takes the winners of exponential races.
+        """Draws ``count`` indices with probabilities in proportion to ``weights``. Without ``replacement``, or for one
+        index, it takes the winners of exponential races, else it inverts the cumulative weights.
         """
         if not replacement or count == 1:
             fine = aten._to_copy.default(weights, dtype=_draw_dtype(weights.dtype))
@@ -195,8 +195,8 @@ class _Draws:
     def rrelu(
         self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return (``x`` with its negative elements scaled, the scales). The scales are drawn between ``lower`` and
-        ``upper``. In evaluation all are their mean, and the second result is a copy of ``noise``.
+        """Return (``x`` with its negative elements scaled, the scale of each element). The scales are drawn between
+        ``lower`` and ``upper``. In evaluation all are their mean, and the second result is a copy of ``noise``.
         """
         if not training:
             slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))

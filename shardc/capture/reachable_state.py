@@ -41,8 +41,8 @@ class _Container:
     kind: str
 
     def changes(self) -> Iterator[tuple[str, object]]:
-        """Yields (expression of the entry, its new value) for each entry of the container that differs from the
-        copy.
+        """Yields (expression of the entry, its new value) for each entry of a dict that differs from the copy. For
+        another container that differs, yields its own expression and the container once.
         """
         if not isinstance(self.value, dict):
             now, before = list(self.value), list(self.before)

@@ -336,7 +336,7 @@ def bags(
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes `torch.embedding_bag` by lookups and an ``index_add`` (for a maximum, a scatter). Bags of any sizes
-    start at ``offsets``; some cases are left to torch.
+    start at ``offsets``. Sparse gradients, ``scale_grad_by_freq`` and indices of several dims are left to torch.
     """
     if sparse or scale_grad_by_freq or indices.dim() != 1:
         return _bags(
@@ -403,8 +403,8 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins. A value of ``minlength`` or more raises
-    an error when the op runs.
+    """Computes `torch.bincount` by a ``scatter_add`` into ``minlength`` bins; calls torch's if ``minlength`` is 0. A
+    value of ``minlength`` or more raises an error when the op runs.
     """
     if minlength < 1 or input.dim() != 1:
         return _bincount(input, weights, minlength)
@@ -551,7 +551,9 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 
 @contextmanager
 def other_forms() -> Iterator[None]:
-    """Context manager in which functions of torch are replaced by the functions of this file."""
+    """Context manager in which functions of torch, and handlers of Dynamo, are replaced by those of this file and of
+    the modules that it imports (their ``OTHER_FORMS``).
+    """
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
     with markers.patched((*_OTHER_FORMS, *markers.other_forms())), checkpoints.sequential_traced():

@@ -86,7 +86,7 @@ class Run:
             return self._run(partial(type(self.root).forward, self.root), tensors, {})
 
     def _run(self, run: Callable[..., PyTree], tensors: Sequence[Tensor], refused: dict[int, Any]) -> PyTree:
-        """Call ``run(*tensors)`` and return its result. Afterwards restore the Python state that it changed.
+        """Call ``run(*tensors)`` and return its result. Afterwards restore the Python state that the call changed.
 
         Args:
             refused: tensors, by id, to which the model may not do what `_Lines` refuses.
@@ -162,8 +162,8 @@ class Run:
     def observe(
         self, fakes: Sequence[Tensor], mode: FakeTensorMode
     ) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
-        """Runs the model once. Returns the `Memory` of each output (which outputs share memory), storage id -> name of
-        the tensor that owns the storage, and warnings.
+        """Runs the model once. Returns (the `Memory` of each output, storage id -> name of the tensor that owns the
+        storage, warnings about side effects).
 
         Raises:
             CaptureError: forward replaces a buffer, or changes what it reads.
@@ -247,8 +247,8 @@ class Run:
                 raise Unsupported("a hook of a parameter or an input")
 
     def _changes(self, changed: list[tuple[str, str, object]], texts: list[str]) -> list[ShardcWarning]:
-        """Return a warning for each attribute and global that forward changed. CaptureError if forward also reads a
-        value that it changes.
+        """Return a warning for each global, and each attribute with a tensor in its new value, that forward changed.
+        CaptureError if forward also reads a value that it changes.
 
         Args:
             changed: (expression, that of the changed object, new value) of each change.
@@ -349,7 +349,9 @@ class _Lines(TorchFunctionMode):
 
 
 def _memory(x: Tensor) -> Memory:
-    """Return the `Memory` of the output ``x``: an id of its storage, and whether it is a view."""
+    """Return the `Memory` of the output ``x``: an id of its storage, whether it is a view made by ``as_strided``, and
+    whether torch refuses to change it in place.
+    """
     kind = type(x.grad_fn).__name__ if x._is_view() else ""
     return Memory(
         x.untyped_storage()._cdata,

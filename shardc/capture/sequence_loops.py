@@ -91,8 +91,8 @@ def _loops(
 
 
 def _is_of(series: Series, lengths: Collection[int]) -> bool:
-    """Return whether ``series`` cuts a whole sequence: into its elements or into pieces of equal size. ``lengths`` has
-    the lengths that sequences have.
+    """Return whether ``series`` cuts a whole sequence into its elements, or into pieces of equal size. ``lengths`` are
+    the lengths of the sequences. False for slices of a parameter.
     """
     if isinstance(value_of(series.source), nn.Parameter):  # layers that are stacked, say
         return False
@@ -261,7 +261,7 @@ class _Loop:
 
     def _writes(self, calls: Sequence[fx.Node]) -> bool:
         """Return whether ``calls`` (one per segment) assign values that their segments compute to all slices of a
-        tensor, in order.
+        tensor, in order. If so, adds the series and the number of the computing call to ``writes``.
         """
         (out, index, value), *others = ([*call.args] for call in calls)
         number = self.number.get(value) if isinstance(value, fx.Node) else None
@@ -280,7 +280,7 @@ class _Loop:
 
     def _used(self, at: int) -> bool:
         """Return whether a scan can provide the values of call number ``at`` to everything that uses them outside of
-        the segments.
+        the segments. Adds these uses to ``collected`` and ``last``.
         """
         outside: dict[fx.Node, list[int]] = {}
         for k, nodes in enumerate(self.segments):
@@ -366,8 +366,8 @@ class _Loop:
         return True
 
     def _body(self) -> fx.Graph:
-        """Return the graph of one step. It takes the carries, one slice of each of ``xs`` and the rest, and returns the
-        new carries and the values to collect.
+        """Return the graph of one step. Its arguments are the carries, a slice of each series in ``xs``, and the values
+        in ``rest``; it returns the new carries and the values to collect.
         """
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -395,8 +395,8 @@ class _Loop:
 
     @property
     def results(self) -> list[int]:
-        """Return the numbers of the calls whose values are used from all segments, so that the scan must return them
-        stacked.
+        """Return the numbers of the calls whose values the scan must return stacked: those that are written or
+        collected, and those whose last value is used after the loop but not carried.
         """
         carried = [at for at, _ in self.carries]
         numbers = [*(number for _, number in self.writes), *self.collected.values()]
@@ -520,7 +520,9 @@ class _At:
         return call
 
     def unaliased(self, x: fx.Node, shared: set[Any]) -> fx.Node:
-        """Return ``x``, or a copy of it if its memory is in ``shared`` already. Adds its memory to ``shared``."""
+        """Return ``x`` and add its memory to ``shared``, or return a copy of ``x`` if its memory is in ``shared``
+        already.
+        """
         if memory_of(x) in shared:
             return self.call("clone", x)
         shared.add(memory_of(x))
@@ -552,8 +554,8 @@ class _At:
         self.call(operator.setitem, series.source, WHOLE, x)
 
     def collected(self, collector: fx.Node, every: fx.Node) -> fx.Node:
-        """Insert calls that compute the result of ``collector``, a stack or concatenation; return the last node.
-        ``every`` has the values to collect, stacked along dim 0.
+        """Insert calls that compute the result of ``collector``, a stack or concatenation of values of the segments;
+        return the last node. ``every`` is the node of these values, stacked along dim 0.
         """
         dim = arguments(collector, "tensors", "dim").get("dim", 0)
         joins = collector.target in _JOINS

@@ -1,4 +1,5 @@
-"""Handles side effects of forward: those that would change a result of a program raise `CaptureError`, all others warn.
+"""Handles side effects of forward: those that would change a result of a program raise `CaptureError`, and most others
+warn.
 
 Refused are hooks that a trace would leave out or run twice, replaced buffers, and attributes and globals that forward
 both sets and reads: a program sets none.
@@ -132,8 +133,8 @@ def _traced(variable: VariableTracker) -> VariableTracker:
 
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
-    """Context manager that yields a list. A trace in the block adds a `Change` for each attribute of a module and each
-    global that forward sets.
+    """Context manager that yields a list. A trace in the block adds a `Change` for each attribute of the model's
+    modules, each global and each closure variable that forward sets, and each list or dict in these that it changes.
     """
     changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
@@ -339,7 +340,7 @@ def _loaded_by_bytecode(code: CodeType) -> set[str]:
 
 class _Loads(ast.NodeVisitor):
     """AST visitor that collects the names of attributes and variables that code reads. Reads that only serve to change
-    the object do not count.
+    what they read (``self.count += 1``) do not count.
 
     Args:
         names: the names of attributes, extended.
@@ -414,7 +415,7 @@ def _name(node: ast.expr) -> str:
 def side_effects(
     messages: Iterable[str], model: nn.Module, run: Callable[[], object], sets: Iterable[Change] = ()
 ) -> list[ShardcWarning]:
-    """Return a warning for each side effect of forward that Dynamo reports. May run the model once, to find buffers
+    """Return warnings about the side effects of forward that Dynamo reports. May run the model once, to find buffers
     that it replaces.
 
     Args:
@@ -487,8 +488,8 @@ Before = dict[str, tuple[nn.Module, dict[str, object], dict[str, Tensor | None]]
 
 
 def replaced_buffers(before: Before, line: Callable[[str], str | None]) -> list[str]:
-    """Check which buffers a run of the model has set. Return a text for each that was None and is not saved, which
-    makes it a cache that the run has filled.
+    """Check which buffers a run of the model has set. Return a text for each buffer that was None and is not saved: a
+    cache that the run has filled.
 
     Args:
         before: the modules before the run, as `restored` yields them.

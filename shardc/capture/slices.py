@@ -127,8 +127,8 @@ def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
 
 
 def _piece(source: fx.Node, dim: int, start: int, size: int, rest: Index) -> Iterator[tuple[Series, int]]:
-    """Yield (series, number) if the ``size`` elements of ``dim`` from ``start`` on are one of equal pieces. The series
-    then has pieces of ``size`` elements.
+    """Yield (series, number) if the ``size`` elements of ``dim`` from ``start`` on are one of equal pieces: piece
+    ``number`` of the series of all such pieces. Yield nothing if ``start`` is no multiple of ``size``.
 
     ``rest`` is the index of the piece.
     """

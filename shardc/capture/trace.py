@@ -207,8 +207,8 @@ class _Root(nn.Module):
         return out
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[PyTree], dict[str, PyTree], Sequence[PyTree]]:
-        """Put ``tensors`` into the arguments. Return (args of the model, its kwargs, args of the loss after the model's
-        output).
+        """Make the arguments of the traced call from its constants and ``tensors``, its tensors in order. Return (args
+        of the model, its kwargs, args of the loss after the model's output).
         """
         flat = list(self._flat)
         for at, x in zip(self._places, tensors, strict=True):
@@ -241,7 +241,8 @@ def target_names(loss: Loss) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Traced(Captured):
-    """The joint graph as AOTAutograd returns it, before its nodes are annotated, and what the annotation needs.
+    """The joint graph as AOTAutograd returns it, before its nodes are annotated, with what is known of the trace's
+    tensors. `annotated` returns the finished capture.
 
     Args:
         names: every name of each parameter and buffer -> the first name of that tensor.
@@ -324,7 +325,7 @@ def trace(
     retraces: bool = True,
 ) -> Traced:
     """Traces forward and backward to one joint graph, and returns it as a `Traced`, whose nodes are not annotated yet.
-    Arguments not listed here are those of `capture`.
+    Arguments are those of `capture`, besides ``mode``, ``fake`` and ``retraces``.
 
     Args:
         mode: the mode of the graph's fake values.
@@ -495,7 +496,9 @@ def decompositions() -> dict[Any, Callable[..., object]]:
 
 
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> nn.Module:
-    """Return a copy of ``model`` whose parameters and buffers are fake tensors on ``device``."""
+    """Return a copy of ``model`` whose parameters and buffers are fake tensors on ``device``, in the dtypes that
+    ``dtypes`` gives their modules.
+    """
     by_path = dict(dtypes.modules)
 
     def fake(name: str, tensor: Tensor) -> Tensor:

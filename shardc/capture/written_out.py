@@ -91,8 +91,8 @@ def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], re
 
 
 def scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    """Compute torch's ``scan`` and return its results. Gradients are correct also where those of torch's op are wrong
-    or raise.
+    """Call torch's ``scan`` op and return its results, with gradients that are correct also where the op's own are
+    wrong or raise.
 
     Before torch 2.13 they are wrong if a first carry requires no gradient. They raise if the gradients of two last
     carries share memory.

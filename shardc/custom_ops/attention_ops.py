@@ -162,8 +162,8 @@ def _without_padding(
 
 
 def _aligned(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Return whether all attention kernels would apply the same causal mask: there is none, or there are as many
-    queries as keys. (Otherwise kernels differ in how they align it.)
+    """Return whether all attention kernels would apply the same mask: true without a causal mask, and with as many
+    queries as keys. (Otherwise kernels differ in how they align the causal mask.)
     """
     return not causal or query.shape[2] == key.shape[2]
 

@@ -145,7 +145,9 @@ def body_of(name: str) -> Body:
 
 
 def bodies_in(graph: fx.Graph) -> list[str]:
-    """Return the names of the registered bodies that expert ops in ``graph`` call, sorted, each once."""
+    """Return the names of the registered bodies (functions of one expert) that expert ops in ``graph`` call, sorted,
+    each once.
+    """
     arguments = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
     return sorted({name for name in arguments if isinstance(name, str) and name in _bodies})
 

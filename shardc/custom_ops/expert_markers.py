@@ -34,7 +34,7 @@ def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
 
 def _enter_grad(grads: list[Tensor], index: Tensor, sizes: list[int]) -> list[Tensor]:
     """Gradient of the marker op `_enter`. Given the gradients of one expert's operands, it returns those of tokens,
-    routing weights and the parameters of all experts (``sizes`` has the number of experts of each).
+    routing weights and the parameters of all experts (``sizes`` has the number of experts of each parameter).
     """
     x, scale, *params = grads
     return [

@@ -133,8 +133,8 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _arrived(came: Tensor, ranks: int, rows: int, blocks: bool) -> list[Tensor]:
-    """Sort the rows that a rank has received by expert. Return [permutation that sorts them; the inverse permutation;
-    where each expert's rows end in sorted order].
+    """Sort by expert the rows that a rank has received from all ranks. Return [permutation that sorts the rows; the
+    inverse permutation; where each expert's rows end in sorted order].
 
     Rows arrive sorted by rank, then by expert.
 
@@ -184,8 +184,8 @@ def _blocks(order: Tensor, back: Tensor, ends: Tensor, ranks: int, rows: int) ->
 
 
 def _within(most: Tensor, rows: int, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return 1 if the fullest block has room, else NaN, as ``dtype`` [1]. ``most`` encodes its number of rows (see
-    `Load`), and ``rows`` is the room. Also records a `Load` for `noting`.
+    """Return a tensor [1] of ``dtype``: 1 if the fullest block has room for its rows, else NaN. ``most`` encodes the
+    number of these rows (see `Load`), and ``rows`` is the room. Also records a `Load` for `noting`.
     """
     if _noted is not None:
         _noted.loads.append(Load(most, rows, ranks))
@@ -234,8 +234,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int, waits: bool) -> tuple[Tensor, Tensor]:
-    """Return which rows to compute: (leading entries of ``take``; for each, whether it belongs to an expert of this
-    rank, bool [n, 1]).
+    """Return the rows to compute: (leading entries of ``take``, mask of those that belong to an expert of this rank,
+    bool [n, 1]).
 
     These entries are all of ``take``, unless the host may wait (``waits``) and ``take`` is more than twice as long as
     expected: then the host waits for the number of entries that belong to experts, and the rest is left out.

@@ -84,7 +84,8 @@ def _single(call: Callable[..., Sequence[Tensor]]) -> Callable[..., Tensor]:
 
 
 def _by_place(captured: fx.Node, local_places: Sequence[fx.Node]) -> dict[int, str]:
-    """Return dim -> "batch" or "head" of the dims of ``captured`` that lookups index by this rank's batch or head.
+    """Return dim -> "batch" or "head" for each dim of ``captured`` that a lookup indexes by the batch or the head as
+    counted on this rank.
 
     Args:
         captured: a captured tensor of the function's graph.
@@ -264,7 +265,7 @@ _Take = slice | Tensor  # of keys: neighbours, or any
 
 
 class _Mask:
-    """The mask of a call of `flex`: its mask function with the positions that it takes.
+    """The mask of a call of `flex`: evaluates the mask function at the global positions of the call's queries and keys.
 
     Args:
         captured: tensors that the mask function reads.
@@ -358,7 +359,8 @@ def _mask_of(
 
 
 class _Blocks:
-    """Iterates over blocks of the scores of a call: which keys the queries of a block see, and their scores.
+    """Computes the scores of a call of `flex` block by block: for each block of queries, blocks of the keys that the
+    queries see, and the scores of both.
 
     Args:
         query, key, captured: as of `flex`.
@@ -389,7 +391,9 @@ class _Blocks:
         self.gradients: list[Tensor] | None = None
 
     def differentiate(self, wanted: Sequence[int]) -> None:
-        """Makes `scores` differentiable, also in the captured tensors ``wanted``."""
+        """Prepare for backward: from now on, the function that `scores` returns differentiates the score function, and
+        adds the gradients of the captured tensors ``wanted`` (positions) to ``gradients``.
+        """
         for at in wanted:
             self.captured[at] = self.captured[at].detach().requires_grad_()
             self.leaves.append(self.captured[at])
@@ -429,8 +433,8 @@ class _Blocks:
     def scores(
         self, query: Tensor, at: _At, take: _Take, hidden: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return (scores of the block, -inf where ``hidden``; function from their gradient to that of the products of
-        query and key).
+        """Return (scores of the block, -inf where ``hidden``; backward function). The function takes the gradient of
+        the scores and returns the gradient of the products of query and key.
 
         Args:
             query: queries of the block, times the scale.
@@ -467,9 +471,8 @@ def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def skips(device: torch.device) -> bool:
-    """Return whether to leave out keys that no query of a block sees.
-
-    It does on CPUs only, since finding them would wait for a device.
+    """Return whether calls on ``device`` leave out the keys that no query of a block sees. CPUs do; on other devices
+    the host would have to wait for the mask.
     """
     return device.type == "cpu"
 
@@ -507,7 +510,8 @@ def _fake_flex_gradient(
 
 
 def _block_rows(functions: ScoreFunctions, size: Sequence[int]) -> int:
-    """Return the number of queries of a block where keys are left out, of a call of ``size`` [b, h, q, k].
+    """Return the number of queries of a block in a call of ``size`` [b, h, q, k], on devices where keys that the block
+    does not see are left out (`skips`).
 
     Blocks of few heads have more, so that products stay as large.
     """
@@ -550,8 +554,8 @@ FLEX_TABLES = torch.ops.shardc_attention.flex_tables.default
 
 @lru_cache(maxsize=1024)
 def seen_share(body: str, rows: int, columns: int) -> float:
-    """Return the share of ``rows`` x ``columns`` pairs that the mask of ``body`` leaves visible, computed on a sample
-    of the rows; 1 if the mask reads tensors.
+    """Return the share of ``rows`` x ``columns`` pairs that the mask of ``body`` leaves visible for batch 0 and head 0.
+    It is computed on a sample of the rows. Return 1 if the mask reads tensors, or if there are no pairs.
     """
     functions = score_functions(body)
     if functions.counts[1] or not rows or not columns:

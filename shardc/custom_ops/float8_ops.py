@@ -133,13 +133,15 @@ WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Induct
 
 
 def data_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of ``node`` without the maximum that only gives a quantisation its scale."""
+    """Return the operands of ``node`` whose elements it converts or combines: all, except for the maximum from which a
+    `quantise` op takes its scale.
+    """
     return node.all_input_nodes[:1] if node.target is QUANTISE else node.all_input_nodes
 
 
 def is_scale(node: fx.Node) -> bool:
-    """Return whether nothing reads ``node`` but as the scale of a float8 op, directly or after views and maxima over
-    ranks.
+    """Return whether ``node`` is read, and only to scale the operand of a float8 op: directly, or after views and
+    collectives.
     """
     return bool(node.users) and all(
         (user.target is QUANTISE and node is not user.args[0])

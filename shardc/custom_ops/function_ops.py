@@ -219,8 +219,8 @@ def _loop_gradient(operands: list[Tensor], body: str) -> list[Tensor]:
 
 
 def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Stands in a graph for the gradient of a while_loop that cannot be computed: one that contains a loop or branch,
-    or is inside of one. Raises InputError when it runs.
+    """Stands in a graph for the gradient of a while_loop that cannot be computed, because a loop or branch is inside of
+    the while_loop or around it. Raises InputError when it runs.
 
     On fake tensors it returns tensors like ``like``, so that the backward can be traced.
     """

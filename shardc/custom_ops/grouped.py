@@ -72,8 +72,8 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
-    """Return what dim 0 of the result of ``node`` is, given that of its operands (``kinds``): "rows", "experts" or
-    "shared" (neither). For "transposed", the rows are dim 1.
+    """Return what dim 0 of the result of ``node`` is, given what dim 0 of each operand is (``kinds``): "rows",
+    "experts" or "shared" (neither). For "transposed", the rows are dim 1.
 
     None if the op mixes rows and is no product that a grouped one can replace.
     """

@@ -49,7 +49,7 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int, dtype: torch.dtype) -> T:
     """Compute some elements of a random tensor of ``numel`` elements: return the numbers in ``[0, 1)`` at its flat
-    indices ``index``.
+    indices ``index``. ``call`` runs each op, or inserts it in a graph.
 
     Args:
         call: runs an op, or inserts it in a graph.
@@ -70,7 +70,7 @@ def uniform_at(call: Callable[..., T], key: T, stream: int, index: T, numel: int
 
 def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
     """Return 32 random bits for each flat index in ``index``, as an int64 below 2 ** 32. Another ``lane`` (a number)
-    gives other, independent bits.
+    gives other, independent bits. ``call`` runs each op, or inserts it in a graph.
     """
     low = call(aten.bitwise_and.Scalar, key, WORD)
     high = call(aten.bitwise_and.Scalar, call(aten.bitwise_right_shift.Tensor_Scalar, key, 32), WORD)
@@ -85,8 +85,8 @@ def _word(call: Callable[..., T], key: T, lane: int, index: T, numel: int) -> T:
 
 
 def _mix(call: Callable[..., T], x: T) -> T:
-    """Return a hash of each 32-bit word in ``x``, which maps different words to different hashes. Multipliers have 31
-    bits, so that products fit in int64.
+    """Return a hash of each 32-bit word in ``x``, computed by ops that ``call`` runs, or inserts in a graph. Different
+    words have different hashes. Multipliers have 31 bits, so that products fit in int64.
     """
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, shift))

@@ -260,7 +260,9 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: str, split: int, join: int) -> Tensor:
-    """Send chunk r of ``x`` along dim ``split`` to rank r; concatenate the received chunks along dim ``join``."""
+    """Send chunk r of ``x`` along dim ``split`` to rank r of ``axis``; return the chunks that this rank received,
+    concatenated along dim ``join``.
+    """
     n = size(axis)
     if n == 1:
         return x

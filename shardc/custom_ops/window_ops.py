@@ -23,7 +23,7 @@ _library.define(
 
 def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
     """Return ``x`` with its elements moved ``by`` places towards the end of ``dim`` (towards its beginning if ``by`` is
-    negative).
+    negative). ``fill`` has the elements for the places that become free; None for zeros.
 
     Args:
         fill: the elements that come in, as many along ``dim``; None for zeros.
@@ -37,8 +37,8 @@ def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
 
 
 def _edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
-    """Return a copy of elements ``begin`` to ``end`` of ``x`` along ``dim``. They are so few that they are best sent to
-    all ranks that need some of them.
+    """Return a copy of elements ``begin`` to ``end - 1`` of ``x`` along ``dim``. It is the op for few elements: each
+    rank that needs some of them is best sent all of them.
     """
     return aten.slice.Tensor(x, dim, begin, end).clone()
 
