@@ -6,8 +6,9 @@ but for views that align them with a block of scores. Global positions become te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardc.custom_ops.function_ops import function_of
 
 aten = torch.ops.aten
 SMALLEST = 16  # features; torch's kernel takes no fewer
+_Options = Mapping[str, bool | int | str]  # of torch's kernel
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -144,7 +146,8 @@ class _Call:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
+    options: _Options, query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor],
+    body: str, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
     heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
@@ -154,13 +157,14 @@ def _forward(
         return NotImplemented
     size = *query.shape[:3], key.shape[2]
     call = _Call(body, keys, size, captured, (rows, columns, batches, heads), visible)
-    of_score, of_mask, options = call.of_score, call.of_mask, dict(function_of(body).options)
+    of_score, of_mask = call.of_score, call.of_mask
+    options = {**options, **dict(function_of(body).options)}
     results = flex_attention(query, key, value, call.score(), call.blocks(), scale, options, of_score, of_mask)
     return _by_row(results[0]), _by_row(results[1]) * log(2)
 
 
 def _gradient(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    options: _Options, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     grad_logsumexp: Tensor | None, wanted: Sequence[int], captured: Sequence[Tensor], body: str, scale: float,
     keys: int,
     axis: str = "", method: str = "", around: bool = False,
@@ -172,7 +176,8 @@ def _gradient(
         return NotImplemented
     size = *query.shape[:3], key.shape[2]
     call = _Call(body, keys, size, captured, (rows, columns, batches, heads), visible)
-    of_score, of_mask, options = call.of_score, call.of_mask, dict(function_of(body).options)
+    of_score, of_mask = call.of_score, call.of_mask
+    options = {**options, **dict(function_of(body).options)}
     score, joint = _joint(call, query, wanted)
     if grad_logsumexp is None:
         grad_logsumexp = torch.zeros_like(logsumexp)
@@ -205,4 +210,14 @@ def is_used(gm: fx.GraphModule) -> bool:
     return any(isinstance(x, list | tuple) and len(x) > 1 for x in tables)
 
 
-KERNELS: dict[Any, Callable[..., Any]] = {FLEX: _forward, FLEX_GRADIENT: _gradient}
+def _decompositions(**options: bool | int | str) -> dict[Any, Callable[..., Any]]:
+    """Return op -> decomposition of shardc's op of `flex_attention`, and of its gradient, to torch's.
+
+    Args:
+        options: options of torch's kernel, which those of the user override.
+    """
+    return {FLEX: partial(_forward, options), FLEX_GRADIENT: partial(_gradient, options)}
+
+
+KERNELS = _decompositions()
+IN_LESS_MEMORY = _decompositions(num_stages=1)  # of the GPU's shared memory

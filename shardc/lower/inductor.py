@@ -216,17 +216,20 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> t
     with _shardc_config(inputs):
         try:
             compiled = compiled_with(flex_kernel.KERNELS)
-        except Exception as error:
+        except Exception:
             if not flex_kernel.is_used(gm):
                 raise
-            warnings.warn(
-                ShardcWarning(
-                    f"torch's kernel of flex_attention does not compile ({type(error).__name__}: {error}), so shardc's "
-                    "own code computes it, with all keys; kernel_options={'num_stages': 1}, or smaller blocks, may help"
-                ),
-                stacklevel=2,
-            )
-            compiled = compiled_with({})
+            try:
+                compiled = compiled_with(flex_kernel.IN_LESS_MEMORY)
+            except Exception as error:
+                warnings.warn(
+                    ShardcWarning(
+                        f"torch's kernel of flex_attention does not compile ({type(error).__name__}: {error}), so "
+                        "shardc's own code computes it, with all keys; kernel_options= with smaller blocks may help"
+                    ),
+                    stacklevel=2,
+                )
+                compiled = compiled_with({})
     # A graph without ops is not compiled, and has no source.
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
