@@ -44,8 +44,9 @@ class DynamicDims:
         self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in dims_by_input.items()}
 
     def mark(self, inputs: Sequence[tuple[str, object]]) -> None:
-        """Adds the dims of ``inputs`` that the user marked as dynamic (``torch._dynamo.mark_dynamic``). Each gets its
-        own size name, such as ``"x[0]"``.
+        """Adds to `names`, in place, the dims of ``inputs`` (name, tensor) that the user marked as dynamic
+        (``torch._dynamo.mark_dynamic``). Each gets a size name of its own, such as ``"x[0]"``, unless it has a name
+        already.
         """
         for name, x in inputs:
             for dim in sorted(getattr(x, _compat.DYNAMIC_DIMS, ())):
@@ -81,7 +82,9 @@ class DynamicDims:
 
 
 def check_dynamic(dynamic: object, model: nn.Module) -> None:
-    """Raises InputError if ``dynamic`` is not a dict of dicts, or names an input that ``model`` does not take."""
+    """Raises InputError if ``dynamic`` is not a dict input -> dim (an int) -> name of its size, or names an input that
+    ``model`` does not take.
+    """
     fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
     if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
         raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)
@@ -148,12 +151,11 @@ class Family:
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, parts: int) -> Iterator[Sizes]:
-        """Yield the sizes (name -> size) to try as the example of a symbolic capture, one dict per attempt. At
-        branches of the model on a size, the capture follows the example; near sizes are congruent to `example` modulo
-        ``parts``.
+        """Yield, for each attempt at a symbolic capture, the example sizes (name -> size) that decide the model's
+        branches on a size.
 
-        The first are near the example's sizes, but not related to each other by chance: sizes that are equal in the
-        example first differ, then are equal. The last are the example's own.
+        The first are near the family's ``example``, congruent to it modulo ``parts``, and not related to each other by
+        chance: sizes that are equal in the example first differ, then are equal. The last are the example's own.
         """
         merged: dict[int, str] = {}
         first = {name: merged.setdefault(size, name) for name, size in self.example.items()}
@@ -165,10 +167,9 @@ class Family:
         yield self.example
 
     def _fits(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
-        """Compile programs by ``symbolic``, the capture at symbolic sizes, and fit one program for all sizes to them.
-        Return whether that succeeded.
-
-        Errors are appended to ``errors``; ``parts`` is as in `Family`.
+        """Try to make this the family of ``symbolic``, the capture at symbolic sizes: compile programs at three sets of
+        sizes, and fit one program for all sizes to them. Return whether it succeeded; each `Differs` is appended to
+        ``errors``.
         """
         self.symbolic = symbolic
         for finer, above in product(_FINER, (True, False)):
@@ -210,8 +211,8 @@ class Family:
             self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
-        """Choose three sets of sizes, each a dict size name -> size, at which the conditions of the symbolic capture
-        (branches on a size) hold.
+        """Choose three sets of sizes near the example's, each a dict size name -> size. Raise Differs if a condition of
+        the symbolic capture (a branch on a size) does not hold there.
 
         Names that the capture merged into one symbol have equal sizes; ``modulus`` and ``above`` are those of `points`.
         """
@@ -329,7 +330,7 @@ class SizedProgram(Program):
 
     @cached_property
     def alone(self) -> Program:
-        """The program compiled for exactly these sizes. Dumps of this program show the graphs of that one."""
+        """The program compiled for exactly these sizes. Dumps of a `SizedProgram` show the graphs of this one."""
         return self.family.build(self.sizes)
 
     @property

@@ -29,8 +29,8 @@ _MAX_POWER, _MAX_DEGREE = 2, 4
 
 @dataclass
 class Fit:
-    """Finds polynomials in the sizes that have given values at three ``points`` (size name -> size). ``divisors``
-    limits the denominators of coefficients.
+    """Finds polynomials in the sizes that have given values at three ``points`` (size name -> size). The denominators
+    of their coefficients divide ``divisors``.
     """
 
     points: Sequence[Mapping[str, int]]
@@ -231,7 +231,7 @@ def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit:
 
 def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> object:
     """Merge one argument of a node, which has the given value in each graph, into one for all graphs. Equal values
-    stay; integers that differ become a polynomial in the sizes.
+    stay; numbers that differ become a `Polynomial` or `Quotient`. Raise Differs if anything else differs.
 
     ``places`` has node -> position for each graph: nodes are equal if their positions are.
     """

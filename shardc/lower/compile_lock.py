@@ -106,7 +106,9 @@ def cache_folder(name: str) -> Path:
 
 
 def program_folder() -> Path:
-    """Return the folder of stored programs: ``SHARDC_STORE``, or a folder beside Inductor's cache."""
+    """Return the folder of stored programs: that of the environment variable ``SHARDC_STORE`` if it is an absolute
+    path, else one beside Inductor's cache.
+    """
     named = os.environ.get("SHARDC_STORE", "")
     return Path(named) if os.path.isabs(named) else cache_folder("programs")
 

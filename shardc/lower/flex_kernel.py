@@ -29,7 +29,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's kernel computes a call with these operands."""
+    """Return whether torch's ``flex_attention`` kernel supports these operands: on CUDA, not empty, all of one dtype
+    that it computes in, and with enough features.
+    """
     operands = (query, key, value)
     return (
         query.device.type == "cuda"
@@ -39,7 +41,8 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 class _OfNumbers(fx.Interpreter):
-    """Runs the graph of a score or mask function on numbers.
+    """Interprets the graph of a score or mask function on single numbers (zero-dim tensors), as torch's ops call such
+    functions; the graph is written for blocks of scores.
 
     Args:
         graph: see `shardc.custom_ops.flex_ops`.
@@ -60,7 +63,8 @@ class _OfNumbers(fx.Interpreter):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the op, in the terms of torch's.
+    """A call of `flex` or `flex_gradient`, with what torch's ``flex_attention`` takes in place of its arguments: score
+    and mask functions of numbers, and the tensors that these capture.
 
     Args:
         body, keys: as of `shardc.custom_ops.flex_ops.flex`.
@@ -79,21 +83,28 @@ class _Call:
 
     @property
     def given(self) -> tuple[Tensor, ...]:
-        """Return the positions that are tensors, as int32."""
+        """Return those of ``positions`` (global rows, columns, batches, heads) that are not None, as int32."""
         return tuple(x.to(torch.int32) for x in self.positions if x is not None)
 
     @property
     def of_score(self) -> tuple[Tensor, ...]:
-        """Return the tensors that torch's score function captures."""
+        """Return the tensors that `score`, the function for torch's op, captures: those of the user's score function,
+        then `given`.
+        """
         return *self.captured[: function_of(self.body).counts[0]], *self.given
 
     @property
     def of_mask(self) -> tuple[Tensor, ...]:
-        """Return the tensors that torch's mask function captures."""
+        """Return the tensors that `mask`, the function for torch's op, captures: those of the user's mask function,
+        then `given`.
+        """
         return *self.captured[function_of(self.body).counts[0] :], *self.given
 
     def _numbers(self, here: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-        """Return (batch, head, row, column, batch here, head here), given those ``here``: counted in the operands."""
+        """Return [batch, head, row, column, batch, head] as numbers: the first four are global positions, the last two
+        ``here`` again. ``here`` is (batch, head, row, column) within the rank's operands; ``given`` has the tensors of
+        positions.
+        """
         tables = iter(given)
         b, h, m, n = here
         rows, columns, batches, heads = (
@@ -109,7 +120,9 @@ class _Call:
         return self.positions[1] is not None or self.size[3] > self.keys
 
     def score(self, differentiable: bool = False) -> Callable[..., Tensor]:
-        """Return the score function, of (score, batch, head, row, column, *of_score) of the operands."""
+        """Return the score function for torch's op. It takes (score, batch, head, row, column, *`of_score`), with
+        positions counted within the rank's operands.
+        """
         function = function_of(self.body)
         run, count = _OfNumbers(function.graphs[0], differentiable).run, function.counts[0]
 
@@ -121,7 +134,9 @@ class _Call:
         return score
 
     def mask(self) -> Callable[..., Tensor]:
-        """Return the mask function, of (batch, head, row, column, *of_mask) of the operands."""
+        """Return the mask function for torch's op. It takes (batch, head, row, column, *`of_mask`), with positions
+        counted within the rank's operands.
+        """
         function = function_of(self.body)
         run, count = _OfNumbers(function.graphs[1], False).run, function.counts[1]
 
@@ -139,7 +154,7 @@ class _Call:
         return 0 if self.positions[0] is None else 1
 
     def blocks(self) -> tuple[Any, ...]:
-        """Return the block mask as torch's op takes it."""
+        """Return the block mask as the tuple (``BlockMask.as_tuple()``) that torch's op takes."""
         block_mask: Any = BlockMask
         fields: tuple[Any, ...] = block_mask(self.size[2:], *self.tables, (BLOCK, BLOCK), self.mask()).as_tuple()
         return fields
@@ -152,7 +167,9 @@ def _forward(
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
     heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Return (output, log-sum-exp) of `flex`, by torch's op."""
+    """Decompose `flex` to torch's ``flex_attention``: return (output, log-sum-exp of each query's scores). Return
+    NotImplemented if its kernel does not support the operands, or the call has no block tables (``visible``).
+    """
     if visible is None or not takes(query, key, value):
         return NotImplemented
     size = *query.shape[:3], key.shape[2]
@@ -171,7 +188,9 @@ def _gradient(
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
     heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Return the results of `flex_gradient`, by torch's op."""
+    """Decompose `flex_gradient` to torch's ``flex_attention_backward``: return a list of the gradients of query, key,
+    value and of the captured tensors ``wanted``. Return NotImplemented in the cases of `_forward`.
+    """
     if visible is None or not takes(query, key, value):
         return NotImplemented
     size = *query.shape[:3], key.shape[2]
@@ -189,7 +208,9 @@ def _gradient(
 
 
 def _joint(call: _Call, query: Tensor, wanted: Sequence[int]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return (score function, function that also computes its gradients, of the tensors ``wanted`` too)."""
+    """Return two functions for torch's backward op: the score function, and one that also computes the gradients of the
+    score and of those tensors of ``of_score`` that are at the positions ``wanted``.
+    """
     needs = [at in wanted for at in range(len(call.of_score))]
     buffers = tuple(x.detach().requires_grad_(need) for x, need in zip(call.of_score, needs, strict=True))
     b, h, m, n = (query.new_zeros((), dtype=torch.int32) for _ in range(4))
@@ -199,12 +220,14 @@ def _joint(call: _Call, query: Tensor, wanted: Sequence[int]) -> tuple[Callable[
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """Return ``x`` [b, h, q, ...] with the strides that the op's results have."""
+    """Return ``x`` [b, h, q, ...] with the strides that the results of `flex` have: contiguous as [b, q, h, ...]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def is_used(gm: fx.GraphModule) -> bool:
-    """Return whether a call in ``gm`` has the tables of torch's kernel: it is a graph for CUDA."""
+    """Return whether ``gm`` calls `flex` or `flex_gradient` with the block tables of torch's kernel, as graphs for CUDA
+    do.
+    """
     calls = [node for op in (FLEX, FLEX_GRADIENT) for node in gm.graph.find_nodes(op="call_function", target=op)]
     tables = [call.kwargs.get("visible", call.args[-1]) for call in calls]
     return any(isinstance(x, list | tuple) and len(x) > 1 for x in tables)

@@ -414,8 +414,8 @@ def _separate(program: Executable, step: Microstep, takes: Sequence[Role], feed:
 
 
 def _accumulate(param: Tensor, grad: Tensor) -> None:
-    """Adds ``grad`` to ``param.grad``, as autograd does for other parameters. This one is frozen, or is not in the
-    program.
+    """Adds ``grad`` to ``param.grad``, for a parameter to which autograd itself adds nothing: a frozen one, or one that
+    the program does not take.
     """
     param.grad = grad if param.grad is None else param.grad + grad
 

@@ -57,10 +57,8 @@ class SameMemory:
 
 
 class Border:
-    """Splits the results of one program's graph into outputs and values saved for backward. Makes outputs alias,
-    count versions and take hooks as on one device.
-
-    Outputs get the aliasing, versions and hooks that they have on one device.
+    """Splits the results of one program's graph into outputs and values saved for backward. Makes outputs alias, count
+    versions and take hooks as on one device.
 
     Attributes:
         dtensors: whether outputs become DTensors.
@@ -82,7 +80,7 @@ class Border:
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """For each argument of the forward graph: whether it is a parameter, or the backward graph reads it."""
+        """One bool per argument of the forward graph: whether it is a parameter, or the backward graph reads it."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
@@ -217,10 +215,9 @@ class Border:
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_gradient]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-        """Returns the gradient of each model output by index. ``tangents`` has the gradients of the tensors that
-        `split_results` returned, base tensors included.
-
-        The gradient of a view of a base tensor is cut out of the base's.
+        """Maps the index of each model output to its gradient or None. ``tangents`` has, by position, the gradients of
+        the tensors that `split_results` returned. The gradient of a base tensor is split among the outputs that are its
+        views.
         """
         by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
         for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
@@ -241,8 +238,8 @@ class Border:
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
-        """Gives each differentiable output, if there are several, hooks (`GradHooks`) that are not called with
-        gradient None.
+        """If several outputs have gradients, gives each of them new gradient hooks (`GradHooks`), which are not called
+        with gradient None.
 
         Those of outputs from which other outputs are computed are appended to ``node.listened``, for `check`.
         """
@@ -289,8 +286,9 @@ class Border:
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
     ) -> dict[int, SameMemory]:
-        """Finds the outputs and base tensors that share memory with another tensor in this run. Returns position ->
-        with what (`SameMemory`); cached per graph.
+        """Finds the outputs and base tensors that share memory with an input, an earlier output, a saved value or a
+        constant. Returns position -> what shares its memory (`SameMemory`), as found in the first run of graph
+        ``half``; cached.
         """
         if half in self._shared:
             return self._shared[half]
@@ -315,8 +313,9 @@ class Border:
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
-        """Returns the tensor whose memory output ``at`` shares both on one device and here, where ``shared`` names
-        it. None if there is none.
+        """Returns the tensor whose memory output ``at`` shares here and also on one device: the input or earlier output
+        that ``shared`` names. None if it shares no memory on one device with the tensor that it shares memory with
+        here.
         """
         output = self._aliasing[half][at]
         if shared.feed_index is not None and output.of is not None:

@@ -101,7 +101,8 @@ class Comparisons:
         return None
 
     def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
-        """Waits until all ranks have arrived at event ``number``, and returns how it differs between them.
+        """Waits until all ranks have arrived at event ``number``, or two of them were found to differ. Returns how they
+        differ.
 
         Returns:
             None if all do the same; (rank, hash) of one that does not; `BEFORE` if they differ at an earlier event.
@@ -241,7 +242,7 @@ class Meeting:
 
     def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
         """Polls the store for the verdict of a call of a collective method (key prefix ``at``), and returns its text.
-        If a rank has ended, the verdict is set to say so.
+        Sets the verdict itself if a rank has ended; raises if a rank does not arrive in time.
         """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([f"{at}verdict"]):
@@ -265,8 +266,8 @@ class Meeting:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def on_attempt(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Handles the message that another rank has called a collective method after event ``number``, and waits for
-        this rank to call it too. ``attempt`` names that call in the store.
+        """Records that another rank has called a collective method after event ``number`` and waits there for this
+        rank; does not wait itself. ``attempt`` names that call in the store.
 
         Args:
             now: returns the number of this rank's last event; the attempt is refused if that is a later one.
@@ -333,8 +334,8 @@ class StackSamples:
         return entry[1] if entry is not None and self._last[1] >= count else None
 
     def long(self, number: int, running: bool) -> bool:
-        """Counts a sample taken at intervals. Returns True if graphs have run in event ``number`` for many samples in
-        a row; each True doubles how many are needed for the next.
+        """Counts one sample, of those taken at intervals. Returns True if graphs ran within event ``number`` at many
+        samples in a row; each True doubles how many the next one needs.
 
         Args:
             running: whether a graph runs now.

@@ -285,7 +285,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Makes DTensor accept ops on plain tensors and DTensors together, on our meshes; `_computed` handles them."""
+    """Makes DTensor accept ops on plain tensors and DTensors together, on meshes of compiled modules (see `_computed`)."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -303,7 +303,8 @@ def _take_plain_tensors() -> None:
 
 
 def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
-    """Wraps ``theirs``, DTensor's sharding propagation, so that every op on our meshes is right.
+    """Wraps ``theirs``, DTensor's sharding propagation, so that ops on meshes of compiled modules give one device's
+    result.
 
     It returns the op's sharding, by which DTensor then runs it, or the op's result, if `_computed` gives one.
     """
@@ -370,8 +371,8 @@ def _computed(
 def _beside_plain(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
-    """Runs ``op`` on DTensors and plain tensors, which are equal on all ranks. ``writes``: the tensors that it
-    writes.
+    """Runs ``op`` on DTensors and plain tensors. Raises LayoutError unless plain tensors that it only reads are equal
+    on all ranks. ``writes``: the tensors that it writes.
     """
     if any(not isinstance(x, DTensor) for x in writes):
         return on_unsharded(op, args, kwargs, mesh)

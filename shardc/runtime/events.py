@@ -244,8 +244,8 @@ def _lines_of_user(error: BaseException) -> Iterator[str]:
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int], place: Place) -> MeshError | None:
-    """Returns an error that names those of ``ranks`` that did not arrive at a comparison in time. Returns None if all
-    have arrived.
+    """Returns an error that names those of ``ranks`` that did not arrive at a comparison in time, or says that the
+    store does not answer. Returns None if all have arrived.
 
     Args:
         at: prefix of the store keys under which ranks publish that they have arrived.
@@ -285,8 +285,8 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 def lost(error: RuntimeError, rank: str, ranks: Sequence[int], fix: str) -> CollectiveError:
-    """Returns the CollectiveError for ``error``, which torch raised on ``rank`` in a collective with ``ranks``
-    because the connection was lost.
+    """Returns the CollectiveError for ``error``, which torch raised on ``rank`` in a collective with ``ranks`` because
+    the connection was lost or the wait timed out.
     """
     text = str(error).partition("\n")[0]
     return CollectiveError(

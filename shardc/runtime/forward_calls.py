@@ -1,8 +1,6 @@
-"""Wraps the compiled forward for users who replace ``module.forward`` (`Forward`). Calls that bypass the compiled
-forward, as of submodules, raise.
-
-Users may wrap it, as in ``module.forward = wrap(module.forward)``. Code that would treat shards as
-parameters raises: direct calls of submodules, and wrappers such as DDP and FSDP.
+"""Wraps the compiled forward for users who replace ``module.forward`` (`Forward`), as in ``module.forward =
+wrap(module.forward)``. Code that would treat shards as parameters raises: direct calls of submodules, and wrappers
+such as DDP and FSDP.
 """
 
 from __future__ import annotations
@@ -127,8 +125,8 @@ _OTHER = "replicate"  # ``fully_shard`` of an outer module skips modules with th
 
 
 class Refuses(dict[object, object]):
-    """Dict in which torch's composable APIs note that they wrap a module. For a compiled module it raises when
-    ``fully_shard`` or ``replicate`` looks itself up.
+    """Dict in place of a compiled module's record of the composable APIs of torch that wrap it. Raises InputError when
+    ``fully_shard`` or ``replicate`` asks whether it is in the record.
     """
 
     def __contains__(self, function: object) -> bool:

@@ -172,7 +172,7 @@ def indices_at(
 
 
 def _runs(index: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yields (local start, global start, length) of each contiguous run of ``index``."""
+    """Yields (position in ``index``, global index, length) of each run of consecutive numbers in ``index``."""
     breaks = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist(), len(index)]
     for start, stop in pairwise(breaks):
         yield start, int(index[start]) if stop > start else 0, stop - start
@@ -238,7 +238,7 @@ def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
 
 
 def settle(x: DTensor) -> DTensor:
-    """Performs the pending reductions of ``x``, in place, and returns it."""
+    """If ``x`` has pending reductions, performs them and makes ``x`` replicated, in place. Returns ``x``."""
     if any(placement.is_partial() for placement in x.placements):
         whole = gather(x)
         x._local_tensor, x._spec = whole, replicated_spec(whole, x.device_mesh)
@@ -258,7 +258,9 @@ def scatter_into(x: DTensor, whole: Tensor) -> None:
 
 
 def shard_of(x: DTensor, whole: Tensor) -> Tensor:
-    """Returns this rank's shard of the unsharded ``whole`` in the layout of ``x``, which has the same shape."""
+    """Returns this rank's shard of the unsharded ``whole`` in the layout of ``x``, which has the same shape. If ``x``
+    is replicated, it is ``whole`` itself.
+    """
     part = whole
     for dim, index in enumerate(box_indices(x)):
         if len(index) != whole.shape[dim]:
@@ -320,7 +322,9 @@ class _Source:
         self.base, self.whole = base, whole
 
     def read(self) -> None:
-        """Copies the current values of the sharded DTensor to the unsharded tensor of the views, in place."""
+        """Gathers the current values of the base DTensor into the unsharded tensor that the views are of, in place; a
+        collective.
+        """
         self.whole.copy_(gather(self.base))
 
     def write(self) -> None:

@@ -193,8 +193,8 @@ class Sync:
         return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)
 
     def refuse(self, what: str, names: frozenset[str] | None = None) -> None:
-        """Raises BackwardError if a parameter in ``names`` (by default any) has unreduced gradients. ``what`` is the
-        operation that cannot be done then.
+        """Raises BackwardError if ``names``, parameters that have unreduced gradients (by default all that do), is not
+        empty. ``what`` is the operation that cannot be done then.
         """
         pending = sorted({name for name, _ in self.sums} if names is None else names)
         if pending:
@@ -217,8 +217,8 @@ class Sync:
         return matches
 
     def sync(self, on: bool, names: Iterable[str]) -> None:
-        """Sets whether backwards reduce the gradients of parameters ``names``. With ``on``, they are reduced over
-        replicas again, too.
+        """Sets whether backwards reduce the gradients of parameters ``names``; at FSDP levels 2 and 3 they always do.
+        With ``on``, they are reduced over replicas again, too.
         """
         self.unsynced = _switched(self.unsynced, not on, names)
         if on:
@@ -240,7 +240,7 @@ class Sync:
 
 
 def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozenset[str]:
-    """Adds the names ``changed`` to ``names`` if ``on``, otherwise removes them; returns the new set."""
+    """Returns ``names`` with the names ``changed`` added if ``on``, otherwise removed."""
     return names.union(changed) if on else names.difference(changed)
 
 

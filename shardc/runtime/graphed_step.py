@@ -75,7 +75,9 @@ class GraphedStep:
         self._warned: set[str] = set()
 
     def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
-        """Runs one step, or repeats a recorded one; returns new tensors, which later steps do not change."""
+        """Runs one step, or repeats a recorded one. Returns (loss, norm of the gradients or None) as new tensors, which
+        later steps do not change.
+        """
         self._prepare()
         call = self._call(args, kwargs)
         ground = self._look()
@@ -178,8 +180,8 @@ class GraphedStep:
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
 
     def _prepare(self) -> None:
-        """Makes the optimizer ``capturable``, and moves its step counts to the device. A step of it can be recorded
-        then.
+        """Makes the optimizer ``capturable``, and moves its step counts to the device, if the recorder needs this to
+        record its step.
         """
         if not self._recorder.capturable:
             return

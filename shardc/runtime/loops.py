@@ -168,8 +168,8 @@ class Loops:
         return joined
 
     def _join(self, values: list[Any], layout: Layout | None) -> Any:
-        """Concatenates ``values``, an output of each microbatch, along the dim that ``layout`` splits into
-        microbatches. If there is none, the last value is returned.
+        """Concatenates ``values``, an output or gradient of each microbatch, along the dim that ``layout`` splits into
+        microbatches. Without a layout, or for values None, returns the last value.
         """
         if layout is None or values[0] is None:
             return values[-1]
@@ -183,8 +183,8 @@ class Step(Protocol):
 
     @property
     def over(self) -> Map:
-        """A function that applies a function of tensors to values. In a simulation a value has a tensor per rank, and
-        it is applied to each.
+        """A function that applies a function of tensors to values. A value is a tensor, or in a simulation one tensor
+        per rank: the function is then applied to each.
         """
 
     def train(self, tangents: Mapping[int, Any]) -> Results:

@@ -130,7 +130,9 @@ class OwnedLayout(Layout):
 
     @property
     def placement(self) -> Placement:
-        """The DTensor placement, along the mesh axis of pipeline stages, of a parameter that one stage stores."""
+        """The DTensor placement, along the mesh axis of pipeline stages, of a parameter that one stage stores: `Owned`,
+        or ``Replicate`` if it has no dims.
+        """
         return Owned(self.owner) if self.ndim else Replicate()
 
 
@@ -181,8 +183,8 @@ def _spread(x: DTensor) -> DTensor:
 
 
 def _confined(x: DTensor, placements: Placements) -> DTensor:
-    """Returns ``x`` resharded to ``placements``. On the mesh dims that become `Owned` (whole on one coordinate),
-    ``x`` is replicated, so other coordinates just drop it.
+    """Returns ``x`` with ``placements``. These differ from its own only by `Owned` (whole on one coordinate of a mesh
+    dim) in place of ``Replicate``: the other coordinates drop the tensor.
     """
     return _Confine.apply(x, tuple(placements)) if has_owner(placements) else x
 

@@ -227,8 +227,8 @@ class ProgramCache:
         return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
 
     def program_for(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], looks: bool = False) -> Executable:
-        """Returns the program for example inputs at global shapes, in the model's current mode. It is compiled if
-        there is none.
+        """Returns the program for example inputs at global shapes, in the model's current mode. If the cache has none,
+        it is loaded from the store on disk or compiled.
 
         It has a backward, except under no_grad if the model reads the grad mode.
 

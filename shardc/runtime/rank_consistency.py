@@ -99,8 +99,8 @@ class RankConsistency:
         self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"
 
     def enter(self, event: Event, ask: bool = False) -> None:
-        """Registers the event that this rank begins, and compares it with the other ranks. Events that repeat a known
-        sequence, as training steps do, are predicted and not compared.
+        """Registers the event that this rank begins, and compares it with those of the other ranks. An event that was
+        predicted, since it equals the one a period earlier (as in training), is compared only if a rank asks for it.
 
         Args:
             ask: compare it even if it was predicted.
@@ -129,7 +129,9 @@ class RankConsistency:
             self._answer_if_asked()
 
     def meet(self, method: str) -> None:
-        """Waits until all ranks call ``method``; raises MeshError at once if only this rank does (see `Meeting`)."""
+        """Waits until all ranks call ``method``. Raises MeshError as soon as another rank goes on without calling it
+        (see `Meeting`).
+        """
         if self.alone:
             return
         try:
@@ -220,7 +222,8 @@ class RankConsistency:
         return self.number // _AGAIN
 
     def fails(self, error: BaseException, epoch: int) -> None:
-        """Sends an error of this rank to the others, which raise it too; event numbers restart.
+        """Sends an error of this rank to the others, which raise it too; event numbers restart. Does nothing if the
+        others learn of the error otherwise (CollectiveError) or need not raise (error of `meet`).
 
         Args:
             epoch: epoch at the start of the failing block. If it has changed since, the others have raised already.
@@ -269,8 +272,8 @@ class RankConsistency:
         return lost(error, self.place(self.rank), self.ranks, fix)
 
     def _raised(self) -> MeshError:
-        """Returns the error that explains how ranks differ, for this rank to raise. First waits until other ranks
-        have read it, then restarts the numbering of events.
+        """Returns the error that explains how ranks differ, for this rank to raise. First waits until other ranks have
+        read it, then restarts the numbering of events, unless collectives were aborted.
         """
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
@@ -382,7 +385,7 @@ class RankConsistency:
 
     def _answer(self, store: dist.Store, number: int) -> None:
         """Publishes this rank's hash of the past event ``number``, which another rank compares. If the hashes differ,
-        interrupts what this rank runs.
+        interrupts the compiled graph that this rank runs, if any.
 
         This rank then raises out of the graph that it runs, or at its next event.
         """
@@ -411,10 +414,8 @@ class RankConsistency:
         self._interrupt_if_running(store)
 
     def _hear_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
-        """Makes this rank raise because event ``number`` differs from that of another rank. ``other`` is (that rank,
-        hash of its event).
-
-        It raises in its next event, or in the event in which it waits.
+        """Makes this rank raise because event ``number`` differs from that of another rank: in its next event, in the
+        event in which it waits, or out of a running graph. ``other`` is (that rank, hash of its event).
         """
         self._break_if_running(store)  # before the others read it: their connections to this rank close too
         self._differ(store, number, other)
@@ -431,8 +432,8 @@ class RankConsistency:
     def _on_failure(
         self, store: dist.Store, rank: int, number: int, text: str, source: str | None, fix: str | None
     ) -> None:
-        """Handles the message that ``rank`` raised an error after event ``number``. This rank raises too, in a later
-        event or in the event in which it waits.
+        """Handles the message that ``rank`` raised an error after event ``number``. This rank raises too: in the event
+        in which it waits, out of a compilation or a later event's graph, or else at its next event.
 
         Args:
             text, source, fix: of the error to raise.
@@ -482,8 +483,8 @@ class RankConsistency:
             self._answer(store, self.number)
 
     def _on_wait(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
-        """Handles the message that ``rank`` waits in a torch collective, while event ``number`` waits for that rank.
-        If this rank is in that event, it raises.
+        """Handles the message that ``rank`` waits in a torch collective while other ranks wait for it at event
+        ``number``. This rank raises if it waits at that event, or runs a graph at or behind it.
 
         Args:
             text, fix: of the error to raise.

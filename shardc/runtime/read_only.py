@@ -58,8 +58,9 @@ class Shared:
         self.version = self._version()
 
     def check(self) -> None:
-        """Raises LayoutError if the tensor whose memory the output has on one device was changed in place since
-        `note`: the output would be outdated.
+        """Raises LayoutError if the source (the tensor whose memory the output shares on one device) was changed in
+        place since `note`: the output would be outdated. Checks nothing before `note`, or if the source has no version
+        (`_version`).
         """
         if self.version is not None and self._version() not in (None, self.version):
             raise LayoutError(
@@ -69,8 +70,8 @@ class Shared:
             )
 
     def _version(self) -> int | None:
-        """Returns the version counter of the tensor described by this object. None if that is another output, or has
-        no counter.
+        """Returns the version of the source (the tensor described by this object). None if the source is another
+        output, a constant or an inference tensor, or was freed.
         """
         x = self.source() if self.source is not None else None
         if x is None or x.is_inference():

@@ -436,8 +436,8 @@ class Runner:
 
 
 def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
-    """Creates the process groups that ``graph`` names, and puts their registered names in its nodes, which may have
-    them already.
+    """Creates the process groups that ``graph`` names, unless they exist. Replaces their names in its nodes, in place,
+    by those under which torch has registered the groups; registered names stay.
     """
     named = named_groups(graph, groups.mesh)
     registered = groups.add(named.values())

@@ -1,4 +1,5 @@
-"""Outputs that are views on one device: of each other, of inputs and buffers, or of a tensor that is not returned.
+"""Remakes outputs that are views on one device: of each other, of inputs and buffers, or of a tensor that is not
+returned.
 
 The graph returns the base, and torch's own ops make the views outside of it. So autograd tracks and refuses in-place
 changes as on one device. This requires that a rank's shard of the view is a view of its shard of the base, by ops of
@@ -123,7 +124,9 @@ class Views:
     read_only: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
-        """Returns ``outputs`` with None in place of views, and with the base tensors (`Base`) of views appended."""
+        """Returns ``outputs`` with None in place of views that `make` makes from other tensors, and with the base
+        tensors (`Base`) of views appended.
+        """
         bases = [base.holding(outputs) for base in self.bases]
         handed = list(outputs)
         for view in self.views:
@@ -173,8 +176,9 @@ def views_of(
     stray: set[int] = set()
 
     def add(view: View, source: Tensor, fits: bool) -> None:
-        """Adds ``view`` to ``views`` if it can be made of the local tensor of ``source`` too, and ``fits`` is true.
-        Otherwise adds its output to ``stray``, the outputs that will only be readable.
+        """Adds ``view`` to ``views`` if ``fits`` is true, outputs are not DTensors, and the view ops of ``view`` also
+        work on the local tensor ``source``. Otherwise adds the output to ``stray``, the outputs that are not views
+        here.
         """
         if fits and not dtensors and _holds(view, source, outputs[view.at]):
             views[view.at] = view

@@ -64,8 +64,8 @@ class Mail:
 
 
 def packing_of(rows: Sequence[Tensor]) -> Packing:
-    """Packs ``rows``, the tensors for one peer, into messages. Returns which of them share a message, with their
-    offsets in it.
+    """Decides which of ``rows``, the tensors for one peer, share a message. Returns a `Packing` with their offsets in
+    it.
     """
     return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
 
@@ -115,7 +115,9 @@ def exchange(
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Views contiguous rows as bytes; a single element may have any stride."""
+    """Views ``x``, whose elements are contiguous in memory, as bytes (uint8) in one dim. A single element may have any
+    stride.
+    """
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
@@ -305,8 +307,8 @@ def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
 
 
 def _share_message(parts: Sequence[Tensor]) -> bool:
-    """Whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and they
-    are small.
+    """Whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and they are
+    small in total.
     """
     return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
 

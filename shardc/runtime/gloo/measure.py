@@ -34,9 +34,7 @@ _SEGMENT = 4e-3  # seconds of compute before a collective
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Maps each kind of collective ("all_gather", "reduce_scatter", ...) to a function that starts it on a float32
-    tensor and returns its result, which is still to be waited for.
-
-    Each takes a float32 tensor whose size is a multiple of ``ranks``, and returns the result, to be waited for.
+    tensor, whose size is a multiple of ``ranks``, and returns its result, which is still to be waited for.
     """
 
     def equal_splits(x: torch.Tensor) -> list[int]:
@@ -102,7 +100,9 @@ class Sent(NamedTuple):
 
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
-    """Measures collectives by direct messages on ``group``, in ``runs`` runs of ``times`` calls each."""
+    """Measures what collectives on ``group`` cost that run as direct messages, and returns it as `Sent`. Most times are
+    those of the fastest of ``runs`` runs of ``times`` calls each.
+    """
     let_compute_first()
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
@@ -144,8 +144,8 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
 
 
 def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
-    """Returns the seconds that a collective, ``call(xs)``, adds to the compute before it: mean time with it minus mean
-    time without it, each of the middle 80 % of runs.
+    """Returns the seconds that a collective, ``call(xs)``, adds to the compute before it: the mean time of runs with it
+    minus that of runs without it. Each mean leaves out the fastest and the slowest tenth of the runs.
 
     In a step, ranks meet after milliseconds of compute: they arrive at different times, and sleeping threads must be
     rescheduled. Back-to-back collectives hide both. Long waits count in a step, so a median would be too low.
