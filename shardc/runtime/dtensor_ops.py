@@ -285,7 +285,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Makes DTensor accept ops on plain tensors and DTensors together, on meshes of compiled modules (see `_computed`)."""
+    """Makes DTensor accept plain tensors beside DTensors, on meshes of compiled modules (see `_computed`)."""
     dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -371,9 +371,7 @@ def _computed(
 def _beside_plain(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
-    """Runs ``op`` on DTensors and plain tensors. Raises LayoutError unless plain tensors that it only reads are equal
-    on all ranks. ``writes``: the tensors that it writes.
-    """
+    """Runs ``op`` on DTensors and plain tensors; LayoutError unless those that it only reads are equal on all ranks."""
     if any(not isinstance(x, DTensor) for x in writes):
         return on_unsharded(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))

@@ -73,7 +73,9 @@ class BoundedStore(dist.Store):
         self._ask("wait", keys, timeout or self._timeout)
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Calls the store's method ``name`` and returns its result; raises RuntimeError if that takes too long."""
+        """Calls the store's method ``name`` and returns its result. Raises RuntimeError if that takes too long, or if
+        an earlier request is still unanswered.
+        """
         if self._unanswered is None or self._unanswered.done():
             answer: Future[Any] = Future()
             self._requests.put((answer, name, args))

@@ -119,8 +119,9 @@ class _Originals:
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 
     def before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Hook before an optimizer's step: warns if the optimizer has the original model's parameters, which get no
-        gradients, while the compiled module's have gradients.
+        """Hook before an optimizer's step. Gives the optimizer the new ones of parameters that `shardc.shard` replaced.
+        Warns if it has parameters of a model that was compiled, which get no gradients, while the compiled module's
+        have some.
         """
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == sizes:
@@ -143,7 +144,7 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Replaces the model's original parameters in ``optimizer`` by the compiled module's, in place. Raises
+        """Puts the new parameters in ``optimizer``, in place, for those that `shardc.shard` has replaced. Raises
         InputError if the optimizer has state for one already.
         """
         for group in optimizer.param_groups:

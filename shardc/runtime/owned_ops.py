@@ -141,7 +141,7 @@ def _norms(
     dtype: torch.dtype | None = None,
 ) -> PyTree:
     """Computes the norm of all elements of each tensor, by one all-reduce for each mesh dim. Returns NotImplemented
-    unless ``order`` is positive and the norm is over all dims.
+    unless all tensors are DTensors, ``order`` is positive and the norm is over all dims.
 
     Of replicas, those at coordinate 0 count.
     """

@@ -76,8 +76,8 @@ class CheckedParams:
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params`` need no new check: they are the objects that passed the last one, and none has changed
-        its DTensor spec or its device since then.
+        """Whether ``params`` need no new check: they have the same DTensor specs (objects) and devices as at the last
+        one.
 
         Args:
             runs: whether the module is about to run; an earlier check without ``runs`` does not suffice for that.
@@ -136,7 +136,7 @@ def check(
 
 
 def _moved(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
-    """Returns the error for a parameter that is not on the device where ``home`` requires it."""
+    """Returns the error for a parameter that is on meta, or not on the device where ``home`` requires it."""
     entry = home.entry or None
     if param.is_meta:
         fix = "give it some: module.init_weights(...) or module.load_state_dict(...)"
@@ -220,7 +220,7 @@ def _on_meta(value: Tensor) -> Tensor:
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
     """Gives each parameter a padded local buffer again, after ``module.to`` or a similar call has replaced its local
-    tensor. The buffer is on the device in ``homes``; the DTensors stay the same objects.
+    tensor. The DTensors stay the same objects. A parameter on a wrong device stays there, and `check` will refuse it.
     """
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
@@ -310,8 +310,8 @@ class ParamStore:
         self._checked = CheckedParams(params, runs)
 
     def compare_values(self, name: str) -> None:
-        """Checks that parameters and buffers that ranks hold alike have equal values on them. Does so only if values
-        were written since the last check.
+        """Raises MeshError if ranks that should hold a parameter or buffer alike have other values of it. Compares only
+        if values were written since the last comparison.
 
         Args:
             name: name of the module.

@@ -48,8 +48,8 @@ class Shard:
         self.data.grad = None
 
     def placed(self, x: object) -> object:
-        """Reshards ``x``, an entry of the optimizer state, to the parameter's layout if it has the parameter's shape.
-        Returns other values as they are.
+        """Reshards ``x``, an entry of the optimizer state, to the parameter's layout if it is a DTensor of the
+        parameter's shape. Returns other values as they are.
         """
         if not isinstance(x, DTensor) or x.shape != self.param.shape or x.placements == self.param.placements:  # type: ignore[attr-defined]
             return x
@@ -73,7 +73,9 @@ class Shard:
         self.data.grad = grad
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Returns the local tensor of ``grad``, the parameter's gradient."""
+        """Returns the local tensor of ``grad``, the parameter's gradient. Raises LayoutError unless it has the
+        parameter's layout.
+        """
         if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
             return grad._local_tensor
         return local_grad(self.name, self.param)
@@ -182,8 +184,8 @@ class WholeParameter(Shard):
         self._same_dtype = True
 
     def take(self, value: Tensor | None, grad: Tensor | None) -> None:
-        """Sets the unsharded value and gradient of the parameter for a step. Both are None on ranks that do not own
-        the parameter, and nothing is set.
+        """Sets the unsharded value and gradient of the parameter for a step. On ranks that do not own the parameter
+        both are None, and nothing is set.
         """
         if value is not None and grad is not None:
             self.data.data = value
@@ -235,8 +237,8 @@ class WholeParameter(Shard):
         return self.owner.place(x, x.shape, x.dtype) if x.dim() else x
 
     def described(self, x: Described) -> object:
-        """Returns what a rank stores for the entry ``x`` of the optimizer state if it does not own the parameter: a
-        DTensor without local rows for a tensor, and the number for a number.
+        """Returns what a rank that does not own the parameter stores for the entry ``x`` of the optimizer state: a
+        DTensor without local rows for a tensor, the number for a number, and ``x`` for a value that was not sent.
         """
         if x.unshared:
             return x

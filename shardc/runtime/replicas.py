@@ -171,8 +171,8 @@ def compare_inputs(
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """Returns the lines of an error about inputs that should be equal on two ranks and differ: this rank's and those
-    of mesh rank ``first``. Each line is (topic, text).
+    """Returns the error for inputs that differ between this rank and mesh rank ``first`` and should be equal, as two
+    lines (topic, text): what differs, and the fix.
 
     Args:
         names: names of the inputs that differ.

@@ -342,8 +342,8 @@ class InitShard:
 
 
 class Virtual(torch.Tensor):
-    """CPU tensor of global shape that stores only this rank's shard, for initialisation. May be a view of one;
-    ``meta`` has its shape and strides.
+    """CPU tensor of global shape, a parameter or buffer during initialisation, that stores only this rank's shard. It
+    may also be a view of such a tensor, in the same memory; ``meta`` has the view's shape and strides.
     """
 
     meta: torch.Tensor

@@ -187,8 +187,8 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
-    """Splits the global tensor ``x`` into a shard per rank, for tests. Under a pending reduction ranks get random
-    terms that reduce to ``x``; `shard` gives ``x`` to one and zeros to others.
+    """Splits the global tensor ``x`` into a shard per rank, for tests. Under a pending reduction ranks get random terms
+    that reduce to ``x`` (where `shard` gives ``x`` to one rank and neutral elements to the others).
     """
     mesh, terms = layout.mesh, [x]
     for axis, op in layout.partial:

@@ -291,8 +291,8 @@ def _shown(signature: Signature) -> str:
 
 
 def _leaf(name: str, x: object) -> Like | Constant:
-    """Describes one leaf of the arguments: `Like` for a tensor, `Constant` for a hashable value. Raises InputError
-    for any other value.
+    """Describes one leaf of the arguments: `Like` for a tensor, `Constant` for a hashable value. Raises InputError for
+    a dataclass, and for a value that is not hashable.
     """
     if isinstance(x, Tensor):
         return Like(() if x.is_nested else tuple(x.shape), x.dtype, x.requires_grad)
