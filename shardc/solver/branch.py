@@ -148,14 +148,11 @@ class Messages:
 
     def sweep(self, forward: bool, bounds: bool = False) -> float:
         """Update the messages of all variables once, in their order (``forward``) or against it; return a lower bound
-        of the cost of any labelling.
+        of the cost of any labelling, without the graph's constant.
 
         Args:
             forward: visit the variables in order; otherwise in reverse.
             bounds: also update the attribute `bounds`. The previous sweep must have had the other direction.
-
-        Returns:
-            a lower bound of the cost of any labelling, without the graph's constant.
         """
         passed, ahead = 0.0, sum(self.floors)
         direction = 0 if forward else 1
@@ -183,9 +180,6 @@ class Messages:
         Args:
             graph: the graph that these messages belong to, changed in place.
             masks: variable -> a mask that is True for the labels to keep.
-
-        Returns:
-            the variables that lost labels.
         """
         for node in self.nodes:
             node.sends, node.rows = ([], []), []  # no tables are held beside those of the graph
@@ -227,11 +221,6 @@ def cost(graph: Graph, chosen: Labelling) -> float:
 def round_messages(messages: Messages, forward: bool) -> Labelling:
     """Turn messages into a labelling: each variable in turn, in order or in reverse, gets the label that costs least
     with the labels chosen so far and the messages from the other variables.
-
-    That cost includes the pairs with the variables already labelled, and the messages from the others.
-
-    Args:
-        forward: label the variables in order; otherwise in reverse.
     """
     chosen: list[int] = [0] * len(messages.nodes)
     places = range(len(messages.nodes))
@@ -249,9 +238,6 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
     the improved labelling.
 
     One label at a time is changed while that lowers the number of infinite costs, or the cost.
-
-    Args:
-        rounds: limit of passes over all variables.
     """
     chosen = dict(chosen)
     stale = set(graph.unary)
@@ -330,10 +316,9 @@ class Effort:
 
 
 def search(graph: Graph, effort: Effort, ceiling: float = math.inf) -> tuple[dict[int, int] | None, float, float]:
-    """Solve a graph that is already reduced; return (variable -> label, cost, lower bound). Variables that were
-    eliminated earlier get their labels, too.
-
-    The labels are None and the cost is ``ceiling`` if no labelling costs less, or if the work did not suffice.
+    """Solve a graph that is already reduced, also for the variables that were eliminated earlier. Return (variable ->
+    label, cost, lower bound); the first is None if no labelling costs less than ``ceiling``, or if the budget did not
+    suffice.
 
     Args:
         effort: the budget, and the counts of work, updated in place.
@@ -390,7 +375,9 @@ class Search:
         return self.chosen, self.value, min(self.wanted, *bounds)
 
     def closes(self, bound: float) -> bool:
-        """Return whether a graph of lower bound ``bound`` cannot improve on the best labelling so far."""
+        """Return whether a graph with the lower bound ``bound`` cannot improve on the best labelling so far by more
+        than the allowed gap.
+        """
         return bound >= self.wanted - CLOSED * abs(self.value)
 
     @property
@@ -406,11 +393,8 @@ class Search:
 
     def tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
         """Raise the lower bound of ``graph`` from ``bound``, changing the graph in place. Stop when the graph is
-        solved, cannot improve on the best labelling, or the bound stalls. Return (bound, variable -> bound for each
-        label), with None in place of the latter if the graph needs no further search.
-
-        Returns:
-            the bound and, if the graph is still open, variable -> a lower bound for each of its labels; else None.
+        solved, cannot improve on the best labelling, the bound stalls or the budget is used up. Return (bound, variable
+        -> bound for each label); the latter is None unless the bound stalled.
         """
         try:
             return self._tighten(graph, bound)
@@ -465,8 +449,8 @@ class Search:
         return bound
 
     def stalls(self, before: float, bound: float, batches: int) -> bool:
-        """Return whether message passing should stop, since the last batch of sweeps raised the lower bound too little
-        (from ``before`` to ``bound``).
+        """Return whether message passing should stop: the last batch of sweeps raised the lower bound too little (from
+        ``before`` to ``bound``) or, while no labelling of finite cost is known, there were `HOPEFUL` batches.
 
         Args:
             batches: number of batches so far.
@@ -478,7 +462,7 @@ class Search:
 
     def solve_exactly(self, graph: Graph) -> bool:
         """Solve a graph by solving its connected components one by one or, if there is only one, by eliminating all
-        variables. Return False if the tables for the elimination would be too large.
+        variables. Return False if the tables for the elimination would be too large, or if the budget does not suffice.
         """
         if self.effort.depth < DEEPEST and len(graph.components()) > 1:
             chosen, value, bound = search(graph, self.effort)
@@ -494,8 +478,8 @@ class Search:
             return True
 
     def round(self, graph: Graph, messages: Messages) -> Labelling:
-        """Turn the messages into labellings, improve them by local search, and record the best one. Return the best
-        one.
+        """Turn the messages into two labellings (in order and in reverse), improve them by local search, and return the
+        better one. Record it if it is the best so far.
         """
         rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
         value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])

@@ -95,10 +95,6 @@ class Graph:
     def part(self, variables: Iterable[int], constant: float, trail: list[Eliminated]) -> Graph:
         """Return a new graph with only ``variables``, which must share no costs with the other variables. ``constant``
         and ``trail`` (eliminated variables) are those of the new graph.
-
-        Args:
-            constant: the new graph's constant.
-            trail: its eliminated variables.
         """
         part = Graph()
         part.constant, part.trail = constant, trail
@@ -126,9 +122,6 @@ class Graph:
     def remove(self, i: int, factors: tuple) -> None:
         """Remove variable ``i``, whose costs are by now part of other costs. Append it to the trail with ``factors``,
         the costs by which its label can be found later.
-
-        Args:
-            factors: costs from which its label is recovered, as in `Eliminated`.
         """
         self.trail.append(Eliminated(i, self.labels[i], self.unary[i], factors))
         for j in self.near[i]:

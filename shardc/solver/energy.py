@@ -136,7 +136,9 @@ def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Infeasible(ShardcError, ValueError):
-    """Raised if every labelling costs inf. The text names the variable or pair without a finite label, if known."""
+    """Raised if every labelling costs inf or, if a ceiling is given, no less than the ceiling. The text names the
+    variable or pair without a finite label, if known.
+    """
 
 
 @dataclass(frozen=True, eq=False)

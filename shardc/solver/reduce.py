@@ -29,7 +29,7 @@ HUGE = 1e300
 
 
 def reduce(graph: Graph, changed: Iterable[int] | None = None) -> None:
-    """Drop labels and merge variables until no rule applies any more; at least one least labelling remains.
+    """Drop labels and merge variables until no rule applies any more. At least one labelling of least cost remains.
 
     Args:
         graph: changed in place.
@@ -54,9 +54,6 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
 
     Args:
         changed: the variables that lost labels since the last call.
-
-    Returns:
-        the variables that lost labels.
 
     Raises:
         Infeasible: a variable loses all its labels.
@@ -95,9 +92,6 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
 def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Remove pairs whose costs are a sum ``a[x] + b[y]``, in place, adding the terms to the two variables' own costs;
     return the variables that lost a neighbour.
-
-    Returns:
-        the variables that lost a neighbour.
     """
     split: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
     lost = []
@@ -131,10 +125,8 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Drop each label x for which a label y never costs more, whatever the neighbours' labels are (Goldstein 1994), in
     place; return the variables that lost labels.
 
-    Of labels with equal costs the lowest one stays. Some dominated labels may be missed (see `_candidates`).
-
-    Returns:
-        the variables that lost labels.
+    Of labels with equal costs the lowest one stays. Some dominated labels may be missed (see `_candidates`); variables
+    with more than `MANY` labels are left out.
     """
     masks = {}
     mask_of: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
@@ -258,9 +250,6 @@ def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> n
 def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Eliminate, in place, variables with at most two neighbours (with two, only if the tables do not grow) or with one
     label; return the variables whose costs or neighbours changed.
-
-    Returns:
-        the variables whose costs or neighbours changed.
     """
     queue = deque(sorted(i for i in variables if i in graph.unary))
     waiting = set(queue)
@@ -281,8 +270,8 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
-    """Eliminate variable ``i`` in place if it has few neighbours and the graph becomes smaller; return whether it was
-    eliminated.
+    """Eliminate variable ``i`` in place if it has one label, or at most two neighbours (with two, only if the tables do
+    not grow); return whether it was eliminated.
 
     Args:
         products: caches the results of `_through` for pairs of tables.
@@ -328,10 +317,10 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 
 
 def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
-    """Return (pair costs of the neighbours a and b after the variable between them is minimised out, which neighbour
+    """Return (pair costs of the neighbours a and b after the variable between them is minimised out, the neighbour that
     alone decides the variable's label: 0 for a, 1 for b, None for neither).
 
-    That neighbour is 0 (a) or 1 (b) if its label alone leaves the variable one class of labels, else None.
+    A neighbour decides alone if each of its labels leaves the variable one class of labels of finite cost.
 
     Args:
         costs: cost of each label of the variable.
@@ -384,7 +373,9 @@ class Order:
 
 
 def plan_order(graph: Graph, table: int) -> Order | None:
-    """Return an elimination order, smallest table first; None if a table would have more than ``table`` entries."""
+    """Return an elimination order, smallest table first; None if a table would have more than ``table`` entries, or all
+    tables together too many (`WORK`, `KEPT`).
+    """
     near = {i: set(graph.near[i]) for i in graph.unary}
     sizes = {i: len(costs) for i, costs in graph.unary.items()}
 
@@ -417,9 +408,6 @@ def plan_order(graph: Graph, table: int) -> Order | None:
 def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
     """Eliminate all variables of a graph in place, in the given ``order``; the graph's constant is then the least cost.
     Return False, with the graph unchanged, if the budget of ``clock`` does not suffice.
-
-    Returns:
-        whether it finished within the budget. If not, the graph is unchanged.
 
     Raises:
         Infeasible: every labelling costs inf.
