@@ -257,8 +257,8 @@ class _Stages:
         return values
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
-        """Yields (key, tangent) for each output of the program. The tangents are scaled so that gradients equal those
-        of one device, although the objective is the mean of the ranks' losses.
+        """Yields (("tangent", index), tangent) for each output that has a gradient. The tangents are scaled so that
+        gradients equal those of one device, although the objective is the mean of the ranks' losses.
         """
         plan = self.program.plan
         reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")

@@ -127,7 +127,9 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients by their global norm, with one all-reduce, and returns the norm."""
+        """Clips gradients by their global norm, and returns the norm. For the parameters of the compiled module this
+        takes one all-reduce; other parameters are left to accelerate.
+        """
         parameters, mine = list(parameters), self._sharded
         if mine is None or {id(x) for x in parameters} != {id(x) for x in mine.parameters()}:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)

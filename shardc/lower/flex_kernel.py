@@ -234,7 +234,7 @@ def is_used(gm: fx.GraphModule) -> bool:
 
 
 def _decompositions(**options: bool | int | str) -> dict[Any, Callable[..., Any]]:
-    """Return op -> decomposition of shardc's op of `flex_attention`, and of its gradient, to torch's.
+    """Map `flex` and `flex_gradient` to their decompositions, `_forward` and `_gradient`, with the given ``options``.
 
     Args:
         options: options of torch's kernel, which those of the user override.

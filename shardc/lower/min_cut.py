@@ -118,8 +118,8 @@ def _fusible_lookups() -> Iterator[None]:
 
 @contextmanager
 def _lazy_backward() -> Iterator[None]:
-    """Context manager around torch's min-cut partitioner, to save time. It sorts the backward graph, but no Python
-    code is generated for it.
+    """Context manager in which torch's min-cut partitioner generates no Python code for the backward graph that it has
+    sorted, to save time.
     """
     sort = partitioners.reordering_to_mimic_autograd_engine
 

@@ -213,6 +213,6 @@ def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:
 
 
 def _check_fits(storage: Layout, shape: Sequence[int]) -> None:
-    """Raises LayoutError if a tensor of global ``shape`` exceeds the (padded) shape of ``storage``."""
+    """Raises LayoutError if a tensor of global ``shape`` does not fit into the (padded) shape of ``storage``."""
     if len(shape) != storage.ndim or any(size > room for size, room in zip(shape, storage.shape, strict=True)):
         raise LayoutError(f"a tensor of shape {list(shape)} does not fit the storage layout {storage}")

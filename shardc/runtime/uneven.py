@@ -94,7 +94,7 @@ class Rows:
 
     def local(self, at: int, x: Tensor, layout: Layout, groups: Groups) -> Tensor:
         """Gathers input ``at`` from ranks that pass different numbers of rows, and returns this rank's shard of the
-        whole under ``layout``.
+        whole under ``layout``. Raises InputError if ``x``, this rank's rows, requires a gradient.
         """
         if x.requires_grad:
             raise InputError(

@@ -59,7 +59,7 @@ class Arena:
         self._used: list[tuple[int, int]] = []  # (from, to), sorted; other threads remove ranges
 
     def reserve(self, size: int) -> None:
-        """Grows the arena to ``size`` bytes. Tensors in the old memory stay valid."""
+        """Grows the arena to at least ``size`` bytes. Tensors in the old memory stay valid."""
         if size > self.size:
             self._memory, self.size = mmap.mmap(-1, size, flags=_FLAGS), size
             self._used = []
@@ -67,9 +67,6 @@ class Arena:
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
         """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small. ``left`` is
         called when the tensor's storage is freed.
-
-        Args:
-            left: called when the tensor's storage is freed.
         """
         first, last = span = slot.offset, slot.offset + slot.size
         # `_is_free` gets a copy: finalizers of other threads remove ranges meanwhile.
@@ -201,7 +198,7 @@ class Window:
 
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns an uninitialised tensor of ``shape``, with the dtype of ``like``, for a collective's result. It lies in
-    the arena if the running graph has a memory plan, else in new memory.
+    the arena if the running graph has a memory plan and the slot is free, else in new memory.
 
     Args:
         slots: slot indices of the collective, in the plan of the running graph; empty without a plan, which allocates.
@@ -215,11 +212,8 @@ def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> 
 
 
 def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Lends memory to threads that may keep a tensor too long. Returns (alias of the contiguous ``tensor``, function
-    that takes the memory back from the alias).
-
-    After the release, the alias no longer keeps the memory alive. For threads, such as those of gloo's collectives,
-    that keep a tensor for a while after they are done.
+    """Lends the memory of the contiguous ``tensor`` to threads, such as gloo's, that keep a tensor for a while after
+    they are done. Returns (alias of ``tensor``, function after whose call the alias no longer keeps the memory alive).
     """
     if not tensor.nbytes:
         return tensor, lambda: None

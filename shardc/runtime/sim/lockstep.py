@@ -51,7 +51,9 @@ class Lockstep:
     # --- the builder's interface
 
     def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``target`` on every rank with that rank's values of `PerRank` arguments; other arguments are shared."""
+        """Calls ``target`` on every rank with that rank's values of `PerRank` arguments; other arguments are shared. If
+        ``target`` is a collective, it runs once for each group of ranks.
+        """
         if isinstance(target, OpOverload) and communicates(target) and target not in MOVES:
             return self._collective(target, args, kwargs)
         return PerRank(target(*_pick(args, rank), **_pick(kwargs, rank)) for rank in range(self.mesh.ranks))
