@@ -250,8 +250,8 @@ def single_dim_table(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str,
 
 
 def _one_dim_placement(placement: Placement | None) -> object:
-    """Return a placement in the notation of `single_dim_table`: the dim of a sharded one, the reduce op of a partial
-    one, ``...`` for a replicated one, None for None.
+    """Return ``placement`` as `single_dim_table` writes it: the dim that it splits, the reduce op of a Partial, ``...``
+    for Replicate, None for None. Raises NotImplementedError for another kind.
     """
     if placement is None or isinstance(placement, Replicate):
         return None if placement is None else ...

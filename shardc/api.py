@@ -304,8 +304,8 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
 
 
 def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
-    """Return the sizes of the parameters, and a map of further names: (name -> (shape, bytes per element), other name
-    of a tied or wrapped parameter -> its name there).
+    """Return two tables: parameter -> (shape, bytes per element), and further name -> name in the first table. Further
+    names are those of tied parameters, and of wrapper tensors whose inner tensors are the parameters.
     """
     first: dict[int, str] = {}
     names = {}
@@ -323,7 +323,8 @@ def _empty_like(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _to_storage(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: Tensor) -> Tensor:
-    """Return a parameter or buffer in storage layout: as a DTensor, or unsharded without a mesh.
+    """Return ``x``, a parameter or buffer, as the compiled module stores it: a parameter as a DTensor in storage
+    layout, a buffer whole. Without a device mesh it stays as it is (a DTensor becomes an empty tensor on ``meta``).
 
     Args:
         sources: extended by the tensor that the shard was cut from.

@@ -211,7 +211,9 @@ def _state(module: nn.Module) -> Namespace:
 
 
 def _row_axes(state: Namespace) -> tuple[str, ...]:
-    """Returns the axes that split the rows of inputs: as the plan's entries about inputs say, else the batch axes."""
+    """Returns the axes that split the rows of inputs: as the plan's entries about inputs say, else the batch axes.
+    Raises InputError if these entries name different axes.
+    """
     build: Any = state.cache.build
     specs = [entry.spec for entry in build.plan.entries if getattr(entry, "kind", "") == "inputs"]
     dims = [read(spec).dims for spec in specs if isinstance(spec, str | tuple)]

@@ -99,7 +99,8 @@ class Build:
         deferred: Deferred = NOTHING,
         captured: Captured | None = None,
     ) -> Program:
-        """Compiles a program for the model ``template`` and example inputs ``args`` and ``kwargs`` at global shapes.
+        """Compiles the model ``template`` for example inputs ``args`` and ``kwargs`` at global shapes, and returns the
+        program.
 
         Args:
             template: the model, on ``meta``.
@@ -211,7 +212,8 @@ class Build:
         deferred: Deferred,
         holds: Callable[[Guards], bool],
     ) -> Program | None:
-        """Returns the program for inputs with dynamic sizes; None if no size is dynamic.
+        """Returns the program for inputs with dynamic sizes: one program for many sizes, or if there is none (a warning
+        says why), the program for these sizes only. None if no size is dynamic.
 
         Args:
             template: returns the template; called if there is no program yet.
@@ -312,8 +314,8 @@ class Build:
         return rebuild
 
     def _lower_again(self, folder: Path) -> bytes | None:
-        """Lowers the saved program in ``folder`` and returns Inductor's artifacts of it. None if its process groups do
-        not exist yet.
+        """Compiles the saved program in ``folder`` by Inductor, and returns Inductor's artifacts as bytes. None if the
+        process groups of its collectives do not exist in this process yet.
         """
         if self.groups is None:
             return None

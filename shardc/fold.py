@@ -94,7 +94,8 @@ def folded_of(request: Request, joint: Joint, repeats: Repeats, reads: Reads) ->
 
 
 def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
-    """Extends the reads (guards) of the captured blocks to all blocks of each run.
+    """Returns the reads (guards) of the whole model: ``reads``, those of a capture of a few blocks, repeated for every
+    block of each run in ``repeats``.
 
     Args:
         at: looks up a read in the model with all blocks.
@@ -112,9 +113,8 @@ def unfolded_reads(reads: Reads, repeats: Repeats, at: Lookup) -> Reads:
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
-    """Return a guard of the shortened model, ``read``, once for every block of the run that its block stands for.
-
-    A read of none of these blocks is returned alone.
+    """Return the guard ``read`` once for every block of ``run`` if it is about a captured block of that run. Else
+    return it alone, with block numbers of the whole model.
 
     Raises:
         NotPeriodic: the values differ between blocks.

@@ -237,8 +237,8 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[WholeParameter]:
-        """Sends parameters and gradients to the ranks that own the parameters (update them whole). Returns, on all
-        ranks, the whole parameters that have gradients.
+        """Sends parameters and gradients to the ranks that own the parameters, each of which updates its own whole.
+        Returns, on all ranks, the owned parameters that have gradients.
         """
         grads = [(x, x.param.grad) for x in self._whole]
         used = [x for x, grad in grads if grad is not None]
@@ -252,13 +252,16 @@ class _OnShards(torch.optim.Optimizer):
         return used
 
     def _scatter(self, whole: list[WholeParameter]) -> None:
-        """Sends updated parameters ``whole`` from the ranks that own them, as shards, to all ranks."""
+        """Sends the updated parameters ``whole`` back from their owners: on all ranks, the shards are overwritten in
+        place.
+        """
         if self._owners is not None and whole:
             with torch.no_grad():
                 self._owners.scatter([(x.at, x.local, x.data.detach() if x.is_local else None) for x in whole])
 
     def _share(self) -> None:
-        """Sets the optimizer state of whole parameters on the ranks that do not own them. A collective.
+        """Gives the ranks that do not own a parameter its optimizer state, for parameters that one rank updates whole.
+        A collective.
 
         On these ranks its tensors have no rows, and its numbers are the owner's.
 
@@ -328,8 +331,8 @@ class _OnShards(torch.optim.Optimizer):
         return True
 
     def _has_same_state(self, state: Mapping[Tensor, dict[str, object]]) -> bool:
-        """Whether ``state`` holds the same objects as after the last step of the base class, so that the kernel call
-        can be repeated.
+        """Whether ``state`` still holds the objects that the last step of the optimizer class ``base`` left in it, so
+        that its kernel calls can be repeated.
         """
         return (
             len(state) == len(self._held)
@@ -400,8 +403,8 @@ class _AdamCall:
         return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the local gradients with which Adam's last fused call can be repeated, in the order of its arguments.
-        None if it cannot be.
+        """Returns this rank's gradients, in the order of the kernel's arguments, with which Adam's last fused call can
+        be repeated. None if options or gradients have changed so that it cannot be.
 
         Args:
             group: the parameter group as it is now: its options, or which parameters have gradients, may have changed.
@@ -476,6 +479,8 @@ def _asks_for_another(group: dict[str, Any]) -> bool:
 
 
 def _plain_step(base: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Returns the step of ``base`` without torch's hooks, which run around the wrapper's step."""
+    """Returns the ``step`` of the optimizer class ``base`` without torch's step hooks, which the wrapper's own ``step``
+    runs.
+    """
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

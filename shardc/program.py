@@ -159,8 +159,8 @@ class Program(Executable):
         return self.cut.localized
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Return the local graph of a phase of the step, such as the forward; None if the program has none (a backward
-        if nothing needs a gradient).
+        """Return the local graph of a phase of the step, such as the forward. None if the program has none: no
+        backward, and no forward other than that of inference, if nothing needs a gradient.
         """
         if isinstance(phase, frozenset):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
@@ -203,7 +203,9 @@ class Program(Executable):
         return type(self)(self.joint, self.source, self.folded, used)
 
     def _schedule(self, half: fx.GraphModule) -> fx.GraphModule:
-        """Runs the passes that each half goes through by itself (bucketing, scheduling, ...); returns the result."""
+        """Runs the passes of a half (bucketing, scheduling, ...) on ``half``, a forward or backward graph, and returns
+        the resulting graph.
+        """
         return self.halves.run(half, *self._hooks)
 
     @property
@@ -292,7 +294,7 @@ class Program(Executable):
 
 
 def _suffix(phase: Phase) -> str:
-    """Return the suffix that ``phase`` adds to a stage's name: none in the forward, else ``.backward`` or
-    ``.last_backward``.
+    """Return the suffix that ``phase`` adds to the name of a stage: none for the forward, else a dot and the phase,
+    such as ``.last_backward``.
     """
     return "" if phase == FORWARD else f".{str(phase).replace(' ', '_')}"

@@ -86,7 +86,8 @@ class PipelineCut(MicrobatchCut):
 
     @cached_property
     def _backwards(self) -> list[list[str]]:
-        """For each stage, the phases of its backwards in the order of the schedule.
+        """For each stage, the phase (``backward``, ...) of each backward that it runs for a microbatch, in the order of
+        the schedule.
 
         Of a backward in two parts (zero bubble), the second computes the terms of parameters' gradients.
         """

@@ -70,7 +70,9 @@ class StepCut:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Return the phases of a training step (forward, backward, ...). Phases that every step has come first."""
+        """Return the phases of a training step: forward, then backward if there is one. Cuts into microbatches and
+        pipeline stages return further phases.
+        """
         return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
@@ -128,8 +130,8 @@ class MicrobatchCut(StepCut):
         self.used = by_default if self.wanted is None else self.wanted
 
     def _loss(self, graph: fx.Graph) -> int | None:
-        """Returns the index of the output that is the loss: the first scalar with a gradient that all microbatches
-        share. None if there is none.
+        """Returns the index of the output that is the loss: the first scalar output with a gradient that is not split
+        over microbatches. None if there is none.
         """
         for role, x in ir.outputs(graph):
             if role.kind == "output" and isinstance(x, fx.Node) and role.index in self.tangents:
@@ -186,7 +188,7 @@ class MicrobatchCut(StepCut):
 
     @property
     def _openings(self) -> tuple[str, ...]:
-        """Names of the phases of loops before the forward."""
+        """Names of the phases of the loops over microbatches that run before the forward."""
         return tuple(name for at in range(len(self.parts.openings)) for name in opening(at))
 
     def _of_parts(self, phase: Phase) -> fx.GraphModule | None:
@@ -249,8 +251,8 @@ def on_devices(role: Role) -> Role:
 
 
 def of_half(role: Role) -> Role:
-    """Return ``role`` as the result of a local graph has it: with the layout on the mesh of devices. A result of one
-    microbatch gets no layout.
+    """Return ``role``, of a joint graph's result, for that result in a local graph: with its layout on the mesh of
+    devices, or without layout if each microbatch has its own result.
     """
     return replace(role, layout=None) if role.layout is not None and _is_timed(role.layout) else on_devices(role)
 

@@ -308,8 +308,8 @@ class _Reader:
         raise _Mismatch(path, value, " or ".join(expected(kind) for kind in kinds))
 
     def items(self, value: object, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[object, ...]:
-        """Return ``value``, a list or tuple, converted to the type annotation ``kind``, a tuple type with the item
-        types ``items``.
+        """Return ``value``, a list or tuple, converted to a tuple of the type ``kind``, whose item types are ``items``.
+        Raises `_Mismatch` if it does not fit.
         """
         many = len(items) == 2 and items[1] is Ellipsis
         if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):

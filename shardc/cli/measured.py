@@ -110,7 +110,9 @@ class Comparison:
 
     @property
     def bytes(self) -> tuple[int, int | None]:
-        """Return (predicted, measured) bytes that the rank sent; None if a collective's bytes were not reported."""
+        """Return (predicted, measured) bytes that the rank sent. The measured number is None if that of a collective
+        was not reported.
+        """
         counted = [pair.bytes for pair in self.pairs if pair.bytes is not None]
         complete = len(counted) == len(self.pairs)
         return sum(p.predicted_bytes for p in self.pairs), sum(counted) if complete else None
@@ -125,8 +127,8 @@ class Comparison:
 
 
 def pairs_of(schedule: Prediction, seen: Profiled, latest: Sequence[float]) -> tuple[Pair, ...]:
-    """Return a `Pair` for each collective of ``schedule``: its prediction beside the collective that ran in its place.
-    Pairs are in the order of the step.
+    """Return a `Pair` for each collective of ``schedule``: its prediction beside the collective that ran in its place
+    in the profile ``seen``. Pairs are in the order of the step.
 
     Args:
         seen: the profile of a step of this rank.

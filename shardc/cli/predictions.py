@@ -115,8 +115,8 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_lint(options: argparse.Namespace) -> int:
-    """Print the findings, the most costly first, what to change, and the changes that were tried; return 1 if a
-    finding is at least as severe as ``--fail-on``.
+    """Print the findings, the most severe first, what to change, and the changes that were tried; return 1 if a finding
+    is at least as severe as ``--fail-on``.
     """
     program, _ = predict(options)
     findings = program.lint(options.hardware, stage=options.stage)

@@ -110,8 +110,8 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
-    """Yield meshes of ``ranks`` ranks. All axes but the first have sizes that are powers of two and together fit in a
-    node; the first axis has the remaining ranks.
+    """Yield meshes of ``ranks`` ranks with the axes ``axes``. All axes but the first together fit in a node; each has
+    its size in ``fixed``, or else tries powers of two. The first axis has the remaining ranks.
 
     Args:
         axes: axis names.

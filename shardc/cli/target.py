@@ -158,8 +158,8 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
 
 
 def lowered(options: argparse.Namespace, described: Hardware | None = None, **defaults: Any) -> Any:
-    """Return the `shardc.Program` that the arguments of `add_arguments` describe. ``described`` and ``defaults`` are as
-    for `options_of`.
+    """Return the `shardc.Program` that the arguments of `add_arguments` describe. The hardware ``described`` and the
+    options ``defaults`` are as for `options_of`.
     """
     target, mesh, plan, loss = resolve(options)
     if described is not None:

@@ -120,8 +120,8 @@ class Explainer:
         return [name] if name in self.params else [p for read in self.step.ops[at].reads for p in self._gathered(read)]
 
     def _sources(self, at: int) -> tuple[int, ...]:
-        """Return the positions of the ops whose values the op at ``at`` uses. One result of a bucketed collective uses
-        one tensor, not the whole bucket.
+        """Return the positions of the ops whose values the op at ``at`` uses. For one result of a bucketed collective,
+        that is the op of the one tensor that it comes from, not of the whole bucket.
         """
         op = self.step.ops[at]
         if op.node.target is getitem and self.step.ops[op.reads[0]].kind == START:
@@ -160,10 +160,8 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, consumer: str) -> int:
-        """Return the position of the op by which a collective is explained: the plan entry is looked for at that op's
-        parameters.
-
-        That is the collective itself if it reduces, else the op ``consumer``, which needs its result.
+        """Return the position of the op by which the collective at ``at`` is explained: itself if it reduces, else the
+        op named ``consumer``, which needs its result. Plan entries are looked for at the parameters of that op.
         """
         if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at

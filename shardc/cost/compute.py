@@ -123,7 +123,9 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
 
 
 def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
-    """Return the buffers that hold the results of op ``at``: new ones, or for a view the buffers of its operand."""
+    """Return the buffers that hold the results of ``op``, which is at position ``at``: those of its operand for a view,
+    wait or getitem, else new ones. None stands for a result that is no tensor.
+    """
     node = op.node
     if op.kind == WAIT:
         return buffers_of[op.reads[0]]
@@ -145,10 +147,7 @@ def tensor_bytes(x: object) -> int:
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
     """Return the kernels of a step: position of the last op of a kernel -> `Kernel`. A kernel is a group of ops that
-    Inductor would fuse.
-
-    Args:
-        memory: the buffers of each op's results, from `buffers`.
+    Inductor would fuse. ``memory`` has the buffers of each op's results, from `buffers`.
     """
     step_outputs = {id(b) for _, at in step.outputs for b in memory[at]}
     out: dict[int, Kernel] = {}
@@ -203,8 +202,8 @@ def _kernel(
 
 
 def is_inner(buffer: Buffer, kernel: set[int], step_outputs: set[int]) -> bool:
-    """Return whether ``buffer`` is used only inside the kernel that allocates it. ``kernel`` has the positions of that
-    kernel's ops.
+    """Return whether ``buffer`` is used only inside the kernel that allocates it, and is no output of the step.
+    ``kernel`` has the positions of that kernel's ops.
     """
     return id(buffer) not in step_outputs and all(reader in kernel for reader in buffer.readers)
 

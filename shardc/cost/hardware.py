@@ -123,8 +123,8 @@ class Hardware:
         return self if self.tf32 is None or precision == self.precision else replace(self, precision=precision)
 
     def peak(self, dtype: torch.dtype, attention: bool = False) -> float:
-        """Return the peak operations per second in ``dtype``, of attention if ``attention``, else of a matrix
-        product. A dtype without a figure counts as float32.
+        """Return the peak operations per second in ``dtype``; float32 stands in for a dtype without a figure. Matrix
+        products in float32 may have the peak of TF32, ``attention`` does not.
         """
         by_dtype = dict(self.flops)
         if self.tf32 is not None and self.precision != "highest" and dtype is torch.float32 and not attention:
@@ -154,7 +154,8 @@ class Hardware:
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes.
+        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes, whether or
+        not it is ``direct`` (sent as messages between ranks).
 
         ``direct`` makes no difference: `price` knows one way for each kind of collective. On GPUs that is NCCL's, and
         on hardware that ``calibrate`` measured, the messages between ranks (``call``, ``message``), as ranks run them.
@@ -307,8 +308,8 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Return the bytes per second that a rank sends in a collective of ``kind`` by direct messages. ``where`` is the
-    placement of its group on nodes.
+    """Return the bytes per second that a rank sends in a collective of ``kind`` that consists of direct messages.
+    ``where`` says on how many nodes its ranks are.
 
     Links within the rank's node and between nodes carry data concurrently.
     """

@@ -34,12 +34,12 @@ class Pricing(Protocol):
     def __hash__(self) -> int: ...
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective of ``kind``, of one tensor, over ``axes``; each rank receives
+        """Return the seconds of a collective of ``kind`` over ``axes``, of one tensor. Each rank sends
         ``wire_bytes``.
         """
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """Return a lower bound of the seconds of the collectives in which a rank receives ``wire_bytes`` in total,
+        """Return a lower bound of the seconds of the collectives in which a rank sends ``wire_bytes`` in total,
         whatever their kinds and number.
         """
 
@@ -144,8 +144,8 @@ class CostModel:
         return kind in self._by_kind
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks. Each rank receives
-        ``wire_bytes`` in all of them together.
+        """Return the seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks. Each rank sends ``wire_bytes``
+        in all of them together.
         """
         if ranks == 1:
             return 0.0
@@ -183,7 +183,7 @@ class CostModel:
         return self.seconds("all_to_all", ranks, wire_bytes) + local
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """Return a lower bound of the seconds of the collectives in which a rank receives ``wire_bytes`` in total,
+        """Return a lower bound of the seconds of the collectives in which a rank sends ``wire_bytes`` in total,
         whatever their kinds and number.
         """
         latency, bandwidth = self._best

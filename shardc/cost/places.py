@@ -217,7 +217,8 @@ def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_c
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """Return, for each dim, the strides (in elements) at which a factor that ``layout`` splits begins or ends.
+    """Return, for each dim, the strides (in elements) at which a factor that ``layout`` splits begins or ends, if axes
+    are cut into parts by ``cuts``.
 
     Args:
         cuts: axis -> the prefix products at which it is cut into parts.
@@ -231,7 +232,7 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
     """Return where ``layout`` has each axis part: part -> its `Place`, or the negative code of its reduce op if it is
-    partial. ``cuts`` says where axes are cut into parts.
+    partial. ``cuts`` (axis -> prefix products) says where axes are cut into parts.
     """
     mesh = layout.mesh
     out: dict[str, Place | int] = {}

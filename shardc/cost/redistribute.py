@@ -101,8 +101,8 @@ def _straight(
     came: dict[State, tuple[State, Move]],
     states: list[State],
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest path from the source to the target through one of ``states``. From that state on, it uses the
-    moves of `_Moves.straight`.
+    """Return the cheapest path from the source to the target layout, as (move, state after it), that goes through one
+    of ``states`` and on by the moves of `_Moves.straight`.
 
     Args:
         best: state -> seconds of the cheapest path to it.
@@ -121,7 +121,9 @@ def _straight(
 
 
 def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Move, State]]:
-    """Return the moves from the source to ``state``, each with the state after it."""
+    """Return the moves from the source to ``state``, each with the state after it. ``came`` maps a state to its
+    predecessor and the move from there.
+    """
     out = []
     while state in came:
         before, move = came[state]
@@ -195,8 +197,8 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield the states in which axis parts from index ``part`` on split the locations ``inside``. The sizes of
-        these parts multiply to ``left``.
+        """Yield the states that differ from ``state`` in that some axis parts from index ``part`` on split locations
+        ``inside``. The sizes of those parts multiply to ``left``; locations in the bit mask ``blocked`` are not used.
 
         Args:
             inside: locations that are allowed.
@@ -249,8 +251,8 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Return whether some axis part lies where it overlaps the target of its own data. Moves then try all temporary
-        places too.
+        """Return whether some axis part splits a place that overlaps the place to which it must move. Moves then try
+        all temporary places too.
         """
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
@@ -297,8 +299,8 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return the free temporary locations for axis part ``part``. Unless ``every``, return only one if there is one
-        that overlaps no place of the target.
+        """Return the free temporary locations for axis part ``part``. Without ``every``, one location that overlaps no
+        place of the target layout is enough: if there is one, it is returned alone.
         """
         free = [at for at in self.places.temporary[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
@@ -313,7 +315,9 @@ class _Moves:
         return out
 
     def _to_partial(self) -> Iterator[tuple[Move, State]]:
-        """Yield the local ops after which axis parts are partial as in the target layout: one for each reduce op."""
+        """Yield the local ops that make axis parts partial as in the target layout, one op for each reduce op (sum,
+        max, ...).
+        """
         terms = [k for k, at in enumerate(self.goal) if at < WHOLE and at != self.state[k]]
         for op, members in self._by_op(self.goal, terms).items():
             yield self._set("to_partial", {k: self.goal[k] for k in members}, op)
@@ -324,7 +328,9 @@ class _Moves:
             yield self._set("all_gather", dict.fromkeys(members, WHOLE))
 
     def _all_to_alls(self) -> Iterator[tuple[Move, State]]:
-        """Yield the all-to-alls that move axis parts from wrong places to other places."""
+        """Yield the all-to-alls, each of which moves some axis parts from wrong places to their targets or to temporary
+        places.
+        """
         for changes in self._bindings(self.bound, every=False):
             yield self._set("all_to_all", changes)
 
@@ -340,10 +346,8 @@ class _Moves:
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
         """Yield new locations for each subset of the axis parts ``parts``, as a dict part -> location: its target if
-        that is free, else a temporary place.
-
-        Args:
-            every: consider all temporary places of a part whose target is not free, not only one.
+        that is free, else a temporary place. With ``every``, all temporary places of such a part are tried, not only
+        one.
         """
         choices = {}
         for k in parts:
@@ -431,11 +435,11 @@ class Step:
         return self.kind in LOCAL and _is_in_time(self.src.mesh, self.axes)
 
     def wire_elements(self) -> int:
-        """Return the number of elements that each rank receives in this step of a redistribution; 0 for a local op."""
+        """Return the number of elements that each rank sends in this step of a redistribution; 0 for a local op."""
         return 0 if self.kind in LOCAL else comm_volume.wire_elements(self.kind, self.ranks, self.src.local_numel)
 
     def wire_bytes(self, itemsize: int) -> int:
-        """Return the bytes that each rank receives, for elements of ``itemsize`` bytes."""
+        """Return the bytes that each rank sends in this redistribution step, for elements of ``itemsize`` bytes."""
         return self.wire_elements() * itemsize
 
     def seconds(self, itemsize: int, cost: Pricing) -> float:
@@ -481,7 +485,8 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step,
 
 @lru_cache(maxsize=1 << 20)
 def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing, penalty: float = 1.0) -> float:
-    """Return the predicted seconds of the cheapest steps from ``src`` to ``dst``.
+    """Return the predicted seconds of the cheapest steps from ``src`` to ``dst``. Steps over axes of devices count
+    ``penalty`` times.
 
     Args:
         src, dst, itemsize, cost: as for `steps`.
@@ -494,7 +499,7 @@ def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing, penalty: flo
 
 
 def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
-    """Return the bytes that each rank receives in the cheapest steps from ``src`` to ``dst``."""
+    """Return the bytes that each rank sends in the cheapest steps from ``src`` to ``dst``."""
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
 
 

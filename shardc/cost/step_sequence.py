@@ -43,7 +43,8 @@ _PACKS = (torch.ops.aten.clone.default, torch.ops.aten.cat.default)  # ops that 
 
 
 def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
-    """Return the forward nodes that backward recomputes.
+    """Return the forward nodes that backward recomputes. ``collectives`` ("recompute", "keep" or "auto") says which
+    collectives of recomputed regions are among them.
 
     These are the nodes of checkpointed regions, those that the plan names (``must_recompute``), and the nodes that
     receive keys and values of other ranks: to save them would cost the memory that splitting the sequence saves.
@@ -273,8 +274,8 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
 
 
 def _key(half: Half, role: Role, microbatch: int) -> tuple[object, ...]:
-    """Return the key by which graphs of a step pass on a value: (kind, name). A value of a microbatch adds the
-    microbatch; a saved activation also adds the pipeline stage.
+    """Return the key under which a graph of a step passes a value on to later graphs: (kind, name), for a value between
+    stages also the microbatch, for a saved activation also pipeline stage and microbatch.
     """
     kind = PASSED_ON.get(role.kind, role.kind)
     if kind == "saved":
@@ -448,8 +449,8 @@ class Gathered:
 
     @property
     def order(self) -> tuple[bool, float, float, str]:
-        """Return the sort key by which parameters are chosen to stay unsharded: most seconds saved per byte first. On a
-        tie, the parameter first that backward uses first.
+        """Return the sort key by which parameters are chosen to stay unsharded: most seconds saved per byte first, on a
+        tie the one that backward uses first. Parameters that backward does not use come last.
 
         The parameter that backward uses first is unsharded for the shortest time, since forward used it last. Its
         second gather would have the least compute to overlap with.
@@ -461,8 +462,8 @@ class Gathered:
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """Return ``levels`` with some parameters kept unsharded for backward: level 2 in place of 3. Parameters that save
-    the most time per byte are chosen, until their bytes reach ``budget``.
+    """Return ``levels`` with some parameters kept unsharded for backward: level 2 in place of 3. In the order of the
+    time that they save per byte, those are chosen whose bytes together fit in ``budget``.
 
     Args:
         graph: the localized joint graph.
@@ -485,7 +486,8 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """Return what a second gather, in backward, costs for each parameter of FSDP level 3, as `Gathered`.
+    """Return a list with a `Gathered` for each parameter of FSDP level 3: the seconds of its second gather, in
+    backward, and the bytes that it takes unsharded.
 
     Empty parameters and those of which forward saves a slice (`KeepPart`) are left out.
     """

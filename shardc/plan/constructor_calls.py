@@ -13,7 +13,7 @@ BY_GLOB = ("overrides", "levels", "thresholds", "reshard_after_forward")  # argu
 
 
 class Called(Protocol):
-    """Interface of the entries that functions of this module take: the properties of `Entry` that describe its
+    """Interface of a plan entry for the functions of this module: the two properties of `Entry` that describe its
     constructor call.
 
     Attributes:
@@ -59,7 +59,8 @@ def in_order(entries: Iterable[E]) -> list[E]:
 
 
 def to_call(run: Sequence[Called]) -> Call:
-    """Return (constructor, arguments) of the call that creates all entries of ``run``.
+    """Return the call that creates all entries of ``run`` (consecutive entries of one call), as (constructor,
+    arguments).
 
     Lists, tuples and dicts that several entries give for one argument are joined. A tuple of one item becomes the item.
     Inputs and outputs are dicts by dotted path.

@@ -59,7 +59,8 @@ def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
 
 
 def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> None:
-    """Raise PlanError if the plan stores a parameter that is a DTensor in a layout other than the DTensor's.
+    """Raise PlanError if a parameter is a DTensor that is split over an axis at one dim, and the plan stores it split
+    over that axis at another dim or not at all.
 
     Args:
         entries: the result of `dtensor_entries`.
@@ -193,7 +194,7 @@ def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -
 
 
 def _embeddings(glob: str, model: nn.Module) -> bool:
-    """Return whether all modules that ``glob`` matches are embeddings."""
+    """Return whether ``glob`` matches modules of ``model``, and all of these are embeddings."""
     names = matching(glob, [name for name, _ in model.named_modules()])
     return bool(names) and all(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
 

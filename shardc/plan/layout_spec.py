@@ -315,7 +315,9 @@ def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
 
 
 def spec_axes(form: Form) -> tuple[str, ...]:
-    """Return the mesh axes that the spec ``form`` names; () for DTensor placements, which name none."""
+    """Return the mesh axes that the spec ``form`` names; () for a tuple of DTensor placements and for `per_rank`, which
+    name none.
+    """
     if isinstance(form, OnAxes):
         return tuple(axis for axis, _ in form.placements)
     return () if is_placements(form) or isinstance(form, PerRank) else read(form).axes
@@ -479,8 +481,9 @@ class _Tensor:
         return layout
 
     def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
-        """Return ``layout`` with ``dim`` also split over ``axis``, inside each of ``pieces`` chunks of a local digit.
-        Of the local digits, the first that pieces and ranks divide is taken.
+        """Return ``layout`` with ``dim`` also split over ``axis``, inside each of ``pieces`` chunks: at the first local
+        digit that chunks and ranks divide. If there is none, raise or warn as `_report_uneven` does, and return
+        ``layout``.
         """
         size = self.mesh.size(axis)
         for at, (radix, bound) in enumerate(layout.dims[dim]):
@@ -502,8 +505,8 @@ class _Tensor:
         return placement.dim % len(self.shape)
 
     def read_placements(self) -> DimsSpec | Layout:
-        """Return the DTensor placements of a plan entry (one per mesh axis, earlier axes are major) as a spec; as a
-        `Layout` if one is strided.
+        """Return the DTensor placements of a plan entry (one per mesh axis, earlier axes are major) as a parsed spec,
+        or if a placement is strided, as the `Layout` that they describe.
         """
         form = self.form
         assert isinstance(form, tuple)

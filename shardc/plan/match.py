@@ -74,7 +74,7 @@ def near_names(glob: str, names: list[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Return ``name`` with every number in it replaced by ``*``."""
+    """Return ``name`` with ``*`` in place of each dotted part that is a number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

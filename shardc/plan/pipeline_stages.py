@@ -161,7 +161,7 @@ def _inside(name: str) -> Iterator[str]:
 
 
 def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield the blocks that a pipeline stage may consist of, in order, as (name, [the module, its submodules]). A stage
+    """Yield the blocks of which pipeline stages consist, in order, as (name, list of the modules in the block). A stage
     has one or more whole blocks.
 
     A block is an item of an outermost list of modules, or a module that contains no list. A module that contains lists

@@ -53,7 +53,8 @@ def grown_layout(
 
 
 def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
-    """Return whether a DTensor of ``shape`` would have the same elements on each rank as the padded layout ``storage``.
+    """Return whether a DTensor of ``shape`` on the mesh ``view`` would have the same elements on each rank as the
+    padded layout ``storage``.
 
     Example where it has not: 5 elements over 2 x 2 ranks are padded to 8, of which the ranks have 2, 2, 1 and 0; a
     DTensor splits them into 3 and 2, and these into 2, 1, 1 and 1.
@@ -182,14 +183,14 @@ class Placed:
         return replace(self, layout=layout, causes=causes)
 
     def keeping(self, axis: str) -> Placed:
-        """Return the parameter with a mark on ``axis``: the axis splits it for compute, even if entries also split
-        storage over that axis.
+        """Return the parameter with a note that ``axis`` splits it for compute, even if entries also split storage over
+        that axis. (Else ``fsdp`` over the axis takes it out of the compute layout.)
         """
         return replace(self, compute_axes=self.compute_axes | {axis})
 
     def split(self, dim: int, axis: str, entry: str) -> Placed:
-        """Return the parameter with ``dim`` also split over ``axis``. The dim is padded if the axis does not
-        divide it.
+        """Return the parameter with ``dim`` also split over ``axis``. The dim is padded if the axis does not divide it.
+        A dim of one element, or one that cannot be padded, stays whole, with a warning.
         """
         free = self.layout.unbind([axis])
         if shared := [bound for bound in free.bound if free.mesh.overlap(bound, axis)]:
@@ -247,10 +248,8 @@ class SavePolicy:
     entry: str
 
     def comparable(self, module: str) -> SavePolicy:
-        """Return the policy for ``module`` in a form that can be compared between repeated blocks. The entry's text is
-        left out unless it is part of a block's graph.
-
-        Repeated blocks can share a graph only if their policies are equal in this form.
+        """Return the policy for ``module`` in a form that is equal for repeated blocks that can share a graph: without
+        the entry's text, unless activations go to the host, where the text is part of the graph.
         """
         return replace(self, module=module, entry=self.entry if self.where == "host" else "")
 

@@ -72,7 +72,8 @@ class InputPlan:
 
 
 def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]]) -> list[InputPlan]:
-    """Return the layout of each input: by the plan, or else with dim 0 split over the batch axes.
+    """Return the layout of each input: by the plan's entry for it, or else with dim 0 split over the batch axes, and
+    the sequence dim over those of ``cp``.
 
     Args:
         plan: the plan.
@@ -114,8 +115,8 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 def _in_time(
     plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]], whole: Sequence[InputPlan]
 ) -> list[InputPlan]:
-    """Return the layouts of the inputs for a step in microbatches: each rank's rows are also split over the axis of
-    microbatches.
+    """Return the layouts of the inputs for a step in microbatches: ``whole``, their layouts without microbatches, with
+    each rank's rows also split over the axis of microbatches.
 
     The dim that the batch axes split is split again, dim 0 by default. If its local size does not divide, it is padded.
 

@@ -254,8 +254,8 @@ def _named(entry: str) -> Iterator[None]:
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
-    """Return the layouts of a parameter under the plan. Storage is split by all entries, compute only by entries that
-    do not split storage alone.
+    """Return the layouts of a parameter under the plan. All entries split its storage. Its compute layout lacks the
+    splits of entries that split storage only, such as ``fsdp``.
 
     Args:
         param: the parameter with the layout of all entries.

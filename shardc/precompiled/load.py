@@ -178,8 +178,8 @@ class Precompiled(Executable):
         return order
 
     def _set_timed(self, timed: Timed, inputs: Mapping[str, Layout]) -> None:
-        """Sets the attributes that a program with microbatches has, from the saved ``timed``. The layouts ``inputs``
-        include the axis of microbatches.
+        """Sets the attributes of this program that only programs with microbatches have, from ``timed``, their saved
+        record. The layouts ``inputs`` include the axis of microbatches.
         """
         mesh = self.mesh.timed(self.microbatches)
         outputs = {index: Layout.parse(text, mesh) for index, text in timed.outputs}

@@ -232,8 +232,8 @@ def registered() -> dict[str, type]:
 
 
 def plain(context: object) -> object:
-    """Return a copy of a pytree ``context`` with ``[]`` in place of each value that JSON cannot hold. The context can
-    be saved if it equals the copy.
+    """Return a copy of a pytree ``context`` without what JSON cannot hold: other values become ``[]``, and dict entries
+    whose key is not text are left out. The context can be saved if it equals the copy.
     """
     if isinstance(context, dict):
         return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
@@ -348,10 +348,8 @@ class Record:
 
 
 def read_record(folder: Path, evaluates: bool = True) -> Record:
-    """Return the `Record` of the program saved in ``folder``.
-
-    Args:
-        evaluates: require the inference graph, which runs if no gradients are recorded.
+    """Return the `Record` of the program saved in ``folder``. With ``evaluates``, the program must also have its
+    inference graph, which runs if no gradients are recorded.
 
     Raises:
         PrecompiledError: there is none, or it is of another version or torch, or has unexpected contents.
@@ -467,8 +465,8 @@ def read(folder: Path, record: Record, name: str) -> bytes:
 
 
 def _read(folder: Path, name: str, most: int | None) -> bytes | None:
-    """Return the bytes of a plain file in ``folder``; None if there is no such file. Raises PrecompiledError for links,
-    pipes and files over ``most`` bytes.
+    """Return the bytes of a plain file in ``folder``; None if there is no such file. Raises PrecompiledError if it is a
+    link or pipe, cannot be read, or has more than ``most`` bytes.
     """
     path = folder / name
     try:

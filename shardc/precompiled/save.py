@@ -134,8 +134,8 @@ def _reads(half: Graph) -> Mapping[str, Any]:
 
 
 def _type_of(value: Any) -> TensorType | Fixed:
-    """Return the type of a placeholder's ``value``: a `TensorType` for a tensor, else a `Fixed` with the constant
-    itself.
+    """Return the type of a placeholder's ``value`` for the record: a `TensorType` for a tensor, a `Fixed` with the
+    value for a plain constant. Raises PrecompiledError for other values.
     """
     if isinstance(value, Tensor):
         return TensorType.of(value)

@@ -106,8 +106,8 @@ class Store:
 
     @classmethod
     def of(cls, root: Path, key: ProgramKey, options: Options) -> Store | str:
-        """Return the store of the programs with ``key``, in a folder under ``root``. If its programs cannot be stored,
-        return the reason as text.
+        """Return the store of the programs with ``key``, in a folder under ``root``. If programs with this key and
+        these options cannot be stored, return the reason as text.
         """
         unstorable = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
         if type(options.cost) not in (CostModel, Hardware):
@@ -127,8 +127,8 @@ class Store:
     def find(
         self, model: nn.Module, loss: Callable[..., PyTree] | None, fresh: Callable[[], Executable]
     ) -> Stored | None:
-        """Return the stored program whose guards hold for ``model``; None if there is none. Repeats its compile
-        warnings. ``fresh`` compiles graphs that were not saved.
+        """Return the stored program whose guards hold for ``model``, and repeat the warnings of its compile; None if
+        there is none. The program calls ``fresh`` to be compiled anew if a graph is needed that was not saved.
         """
         unlike: list[str] = []
         for folder in sorted(self.folder.glob("*/")):
@@ -153,8 +153,8 @@ class Store:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Context manager for compiling and adding a program to the store. One process of a machine enters it, and the
-        other processes wait for its exit.
+        """Context manager for compiling a program and adding it to the store. The first process of a machine enters at
+        once; other processes enter when the first one has left.
 
         The processes that waited look for the added program first. No process waits if an earlier program could not be
         stored; a block that raises does not count as such.
@@ -186,8 +186,8 @@ class Store:
     def add(
         self, program: Executable, reached: Reach, ops: Iterable[object], warned: Sequence[str], evaluates: bool = False
     ) -> str:
-        """Write ``program`` to the store, unless it depends on code that later starts cannot compare. Return a text:
-        the folder, or why it was not written.
+        """Write ``program`` to the store, unless later starts could not tell whether its code has changed. Return a
+        text for people: the folder, or why the program was not stored.
 
         Args:
             reached: the code that its model and loss reach.
@@ -217,7 +217,7 @@ class Store:
         return f"added to {self.folder}"
 
     def _remove_oldest(self) -> None:
-        """Remove the least recently used programs of the whole root."""
+        """Remove the least recently used programs under the store's root, whatever their keys, until `KEPT` remain."""
         used = sorted(self.folder.parent.glob(f"*/*/{MADE}"), key=lambda path: path.stat().st_mtime)
         for path in used[:-KEPT]:  # a process that reads one now finds it incomplete
             shutil.rmtree(path.parent, ignore_errors=True)

@@ -90,7 +90,8 @@ def phase_named(name: str) -> Phase:
 
 
 def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bool:
-    """Return whether ``names`` are the graphs of a training step, of an inference, or of both.
+    """Return whether ``names`` are the graphs of a training step, of an inference, or of both. With ``evaluates``,
+    those of a training step alone are not enough.
 
     Args:
         evaluates: whether a training step must come with the graphs of an inference, unless `Timed.opens_backward`.
@@ -111,8 +112,8 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
 
 
 def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
-    """Return whether ``halves`` has all graphs that a program with pipeline stages needs: a forward of each stage, and
-    the graphs around the loops before it.
+    """Return whether ``halves`` has the graphs that a program with pipeline stages needs, and no unknown ones: forward
+    or inference of every stage (with ``evaluates``, inference), and what runs once after each loop before the forward.
     """
     stages = range(1 + max(timed.stage_of.values()))
     bodies, ends = zip(*map(opening, range(timed.openings)), strict=True) if timed.openings else ((), ())
@@ -187,8 +188,8 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
 
 
 def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
-    """Return the key by which a graph passes a value to another: ``half`` takes or gives the value as ``name`` with
-    ``role``. A term of a sum has the key of the sum.
+    """Return the key under which graphs pass on a value that ``half`` takes or returns as ``name`` with ``role``. All
+    terms of a sum have the key of the sum.
     """
     if role.kind == "saved":
         return saved_key(half, name, microbatch)

@@ -150,8 +150,8 @@ def _has_input_gradients(program: Program) -> bool:
 
 
 def with_options(program: Program, **changes: Any) -> Program:
-    """Return ``program`` compiled with changed options from the split into forward and backward on. Earlier passes do
-    not run again.
+    """Return ``program`` compiled with other options, ``changes``. Only the passes from the split into forward and
+    backward on run again.
     """
     joint = program.joint
     options = replace(program.options, verify=False, hooks=(), dump=None, **changes)

@@ -97,8 +97,8 @@ def rows(changes: Iterable[Change]) -> list[tuple[str, ...]]:
 
 
 def answer(changes: Sequence[Change]) -> str:
-    """Return how ``changes`` alter step time, exposed communication and memory (``before -> after`` each), on one
-    line.
+    """Return step time, exposed communication and memory of two schedules (``before -> after`` each), on one line.
+    ``changes`` has the metrics of both.
     """
     metrics = {c.metric: c for c in changes}
     parts = []
@@ -122,5 +122,5 @@ def _written(metric: str, value: float) -> str:
 
 
 def _relative(change: Change) -> str:
-    """Return a change as text: percent of the number before, or "new" if that was 0."""
+    """Return a metric's change as text: in percent of its value before, or "new" if that was 0."""
     return f"{change.relative:+.1%}" if change.before else "new"

@@ -267,7 +267,9 @@ def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | No
 
 
 def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int | None:
-    """Return the size of the input dims that carry ``symbol`` in ``symbols_of``; None if no dim does."""
+    """Return the size of the input dims that carry ``symbol`` in ``symbols_of``; None if no dim does. Raises PlanError
+    if such dims have different sizes.
+    """
     sizes = {
         size
         for name, layout in program.inputs

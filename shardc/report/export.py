@@ -223,7 +223,7 @@ class Limit:
         return Limit(metric, sign == ">", value, bool(percent), bool(percent) or number[0] in "+-")
 
     def broken(self, change: Change) -> bool:
-        """Return whether ``change`` violates this limit."""
+        """Return whether this limit is violated by ``change``, the values of its metric before and after."""
         value = change.after
         if self.change:
             value = change.relative if self.relative else change.after - change.before
@@ -250,7 +250,9 @@ def load(path: str) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return metric -> number of a saved schedule: step totals, then ``wire`` and ``exposed`` by axis and kind."""
+    """Return metric -> number of a saved schedule: totals of the step, memory by owner, then ``count``, ``wire`` and
+    ``exposed`` by axis and kind.
+    """
     out = {name: record["memory"]["peak"] if name == "memory" else record[name] for name in METRICS}
     out["count"] = len(record["collectives"])
     if record.get("tokens"):

@@ -52,8 +52,8 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
-    """Return one finding in place of the findings ``of`` repeated layers, with their costs added up. Name parts that
-    differ become ``*``.
+    """Return one finding that replaces the list ``of`` equal findings about repeated layers. Costs are added up, and
+    name parts that differ become ``*``.
     """
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}

@@ -27,7 +27,8 @@ DIRECT = ("all_to_all", "permute_ranks", "broadcast")  # kinds sent point to poi
 
 @dataclass(frozen=True)
 class Moves:
-    """A group of equal collectives of a step: their kind, mesh axes, number, and the size of one as a formula.
+    """A group of equal collectives of a step: their kind, mesh axes and number, and as a formula the bytes of the
+    tensor that each moves.
 
     Args:
         kind: the kind, as in `shardc.report.prediction.Collective`.
@@ -135,7 +136,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The batch sizes at which two meshes are equally fast, and which of the two is faster between them.
+    """The batch sizes at which two meshes are equally fast, and which mesh is faster below, between and above them.
 
     Args:
         at: the batch sizes, ascending; empty if one mesh is never slower.

@@ -115,7 +115,7 @@ class InspectedProgram(Program):
     def _predicted(
         self, described: Hardware, order: str, optimizer_copies: float, skew: float
     ) -> Callable[..., Schedule]:
-        """Return a function that predicts a sequence of this program's ops. The arguments are those of `schedule`."""
+        """Return a function that predicts a sequence of this program's ops, with these arguments of `schedule`."""
         shown: Any = self.shown
         folded, mesh = shown.folded, _whole_mesh(shown)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)
@@ -171,8 +171,8 @@ class InspectedProgram(Program):
 
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """Return findings about needless communication and compute under the plan, the most costly first. The arguments
-        are as for `schedule`.
+        """Return findings about needless communication and compute under the plan, the most severe first. Those about
+        collectives cut into chunks are last. The arguments are as for `schedule`.
 
         Raises:
             PlanError: the plan has pipeline stages.
@@ -199,8 +199,8 @@ class InspectedProgram(Program):
 
 
 class InspectedSizedProgram(SizedProgram, InspectedProgram):
-    """An `InspectedProgram` of a program with dynamic sizes, at some sizes. Reports describe a program compiled for
-    these sizes alone.
+    """A program with dynamic sizes at the sizes of one call, as an `InspectedProgram`. Reports describe a program
+    compiled for these sizes alone.
     """
 
 

@@ -114,7 +114,9 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
 
 
 def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of the node, value) of each result of the collective ``node``; ``outputs`` are the values."""
+    """Yield (name, value) of each result of the collective ``node``. ``outputs`` are the values in order; a node with
+    one result gives its own name.
+    """
     items: dict[object, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     for at, x in enumerate(outputs):
         yield items.get(at, ir.info(node).name), x
@@ -136,8 +138,8 @@ def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether the node's result shares memory with its operand, by their example values. (A reshape may share it
-    or not.)
+    """Return whether the example value of ``node`` shares memory with that of its operand. (The op alone does not tell:
+    a reshape may copy.)
     """
     storages = [x.untyped_storage()._cdata for x in (node.meta["val"], node.all_input_nodes[0].meta["val"])]
     return storages[0] == storages[1]
@@ -200,8 +202,8 @@ class Subject:
         return Finding(rule, severity_of(share), *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
-        """Yield a `Finding` that the fraction ``part`` of a collective is unnecessary; ``node`` is the collective in
-        the global graph.
+        """Yield a `Finding` that the fraction ``part`` of the collective ``node``, a node of the global graph, is
+        unnecessary; nothing if the schedule does not have the collective.
         """
         rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:

@@ -137,8 +137,8 @@ class _Places:
             self._at.setdefault(ir.info(op.node).name, []).append(at)
 
     def near(self, name: str, at: int) -> list[int]:
-        """Return the position of the op ``name`` nearest to position ``at``: the next one from there, else the last
-        before. A list of one, or [] if the step has no such op.
+        """Return the position of the op ``name`` at or next after position ``at``, else its last one before, as a list
+        of one; [] if the step has no such op.
         """
         positions = self._at.get(name, [])
         return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]

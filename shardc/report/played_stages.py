@@ -183,17 +183,15 @@ class Played:
         return price(hardware, "permute_ranks", where, sent).seconds + hardware.start_seconds(1)
 
     def _transfer(self, source: int, target: int, flow: StageRuns | None = None) -> float:
-        """Return the seconds of a microbatch's message from stage ``source`` to stage ``target``. ``flow`` knows what
-        is sent; by default, what a step sends.
+        """Return the seconds of a microbatch's message from stage ``source`` to its neighbour ``target``. ``flow`` says
+        what crosses the boundary; by default, that of the step.
         """
         boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())
 
     def _opened(self, begins: list[float]) -> list[float]:
-        """Return the seconds at which each rank has finished the pipeline loops before the forward. Rank i begins them
-        at ``begins[i]``.
-
-        These loops are computations that all stages run first, such as a sum over microbatches that forwards need.
+        """Return the seconds at which each rank has finished the loops before the forward: computations that all stages
+        run first, such as a sum over microbatches that forwards need. Rank i begins them at ``begins[i]``.
         """
         for number, flow in enumerate(self.flow.openings):
             if flow is not None:
@@ -278,8 +276,8 @@ class Played:
             start += self.seconds[half]
 
     def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
-        """Return the seconds at which each rank has received its messages. Rank i sends its own messages at
-        ``now[i]``.
+        """Return the seconds at which each rank has received what the others send it. ``messages`` yields the messages
+        of a rank; rank i sends its own at ``now[i]``.
         """
         free: dict[tuple[int, int], float] = {}
         done = list(now)

@@ -76,7 +76,8 @@ def simulate(
     share: float = 0.0,
     begins: Mapping[int, float] | None = None,
 ) -> Timeline:
-    """Return the simulated times of a step.
+    """Return the times of a step, simulated op by op: when each kernel and collective starts and ends, and how long the
+    rank waits.
 
     Args:
         step: the ops of the step.
@@ -147,8 +148,8 @@ def simulate(
 
 
 def beside(seconds: float, sending: float, share: float) -> float:
-    """Return the duration of a kernel that takes ``seconds`` alone and starts ``sending`` seconds before current
-    transfers end.
+    """Return the duration of a kernel beside current transfers, which end ``sending`` seconds after its start. Alone it
+    takes ``seconds``; it loses the ``share`` of the time that it runs beside them.
 
     Args:
         share: share of the transfer time that the kernel loses; below 1.
@@ -278,7 +279,9 @@ class Prediction:
 
     @property
     def title(self) -> str:
-        """Return the title: model and plan if they are known, then mesh, hardware and order."""
+        """Return the title: model and plan if they are known, then mesh, hardware and the order of collectives ("graph"
+        or "earliest").
+        """
         where = f"{self.mesh} on {self.hardware.name}, {self.order} order"
         return ", ".join(filter(None, (self.model, self.plan, where)))
 

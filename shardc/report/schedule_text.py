@@ -130,8 +130,8 @@ def _cause(c: Collective) -> str:
 
 
 def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
-    """Return two tables as text: of the collectives, and of their causes, whose numbers the first table shows. [] if
-    nothing is communicated.
+    """Return two tables as text: of the collectives, and of their causes. The first names a cause by its number in the
+    second. [] if nothing is communicated.
 
     Args:
         rows: largest number of rows of the table of collectives; None for no limit.
@@ -214,8 +214,8 @@ def largest(tensors: Seq[PeakTensor], count: int = LARGEST) -> list[list[PeakTen
 
 
 def _place(of: list[PeakTensor]) -> tuple[str, str, str]:
-    """Return (name, module, source line) of the equal tensors ``of`` repeated layers. The line has only the file and
-    its folder.
+    """Return (name, module, source line) of the tensors in ``of``, which are equal but for the number of a repeated
+    layer. The path of the source line is cut to the file and its folder.
     """
     first = of[0]
     name, module = (layers_of(text) if len(of) > 1 else text for text in (first.name, first.module))

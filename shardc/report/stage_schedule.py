@@ -66,8 +66,8 @@ class PipelineSchedule(Schedule):
 
     @cached_property
     def by_node(self) -> dict[str, list[Collective]]:
-        """Return the collectives of all stages by the node in the global graph that they come from: node name ->
-        collectives. Their times are as if each stage ran its microbatches one after another.
+        """Return node name in the global graph -> the collectives that come from it, in all stages. Their times are as
+        if each stage ran its microbatches one after another.
         """
         out: dict[str, list[Collective]] = {}
         for schedule, counts in self.by_stage:
@@ -177,7 +177,9 @@ def _ranks(schedule: PipelineSchedule) -> str:
 
 
 def predict(program: Executable, parts: Parts) -> PipelineSchedule:
-    """Return the predicted step of a program with pipeline stages."""
+    """Return the predicted step of a program with pipeline stages. ``parts`` has what the prediction needs besides the
+    program.
+    """
     played = Played(program, parts, program.trains)
     # Without a loss, the call runs forward alone, and the backward runs all again.
     call = Played(program, parts, False).timeline.seconds if program.trains and program.loss is None else 0.0

@@ -180,8 +180,8 @@ class CapturedModel:
         return replace(self, captured=replace(self.captured, graph=passes.inference(self.captured.graph)))
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
-        """Return the captured graph with the layouts of ``plan``, and of ``chooser`` for what the plan leaves open, as
-        `PlannedGraph`.
+        """Return the captured graph with the layouts of ``plan``, as `PlannedGraph`. ``chooser`` chooses the layouts
+        that the plan leaves open; None leaves them open.
 
         Args:
             mesh, plan, options: the mesh, plan and options to compile with.
@@ -219,7 +219,8 @@ class CapturedModel:
         return few_of(self.source.request(mesh, plan, Options()), self.repeats).params
 
     def program(self, mesh: Mesh, plan: Plan, options: Options, few: bool = False) -> InspectedProgram:
-        """Return the `InspectedProgram` of the complete model under a plan, from the captured graph.
+        """Return the `InspectedProgram` of the complete model under a plan, from the captured graph; with ``few``, that
+        of the captured blocks alone.
 
         Args:
             mesh, plan, options: the mesh, plan and options to compile with.

@@ -60,19 +60,17 @@ class PriceSearch(Generic[P]):
     solutions: dict[float, P] = field(default_factory=dict)
 
     def fastest(self, room: float, limit: float, first: float = LEAST) -> P | None:
-        """Return the fastest solution of at most ``room`` bytes.
+        """Return the fastest solution of at most ``room`` bytes; if none is found, about the smallest solution. None if
+        that one takes more than ``limit`` seconds, or a price that is tried proves that no solution is within both
+        limits.
 
-        Its price is at most `CLOSE` times one that is too low (above the first two of `PRICES`). If every solution is
-        larger than ``room``, the smallest one is returned.
+        Its price is at most `CLOSE` times one that is too low (above the first two of `PRICES`).
 
         Args:
             room: limit of bytes.
             limit: limit of seconds.
             first: the first price to try, in seconds per byte. If its solution is small enough, no lower price is
                 tried.
-
-        Returns:
-            None if no solution takes at most ``limit`` seconds.
         """
         low, high = LEAST, 0.0
         last: P | None = None  # the solution at the previous price, later the best that is small enough
@@ -97,8 +95,8 @@ class PriceSearch(Generic[P]):
         return last if last is not None and last.at(0.0) <= limit else None
 
     def _at(self, price: float, room: float, limit: float, last: P | None) -> P | None:
-        """Return the best solution at ``price`` (seconds per byte); None if that price proves that no solution is
-        within both limits, ``room`` and ``limit``.
+        """Return the best solution at ``price`` (seconds per byte). None if there is none, or its cost at that price
+        proves that no solution takes at most ``room`` bytes and at most ``limit`` seconds.
 
         Args:
             room, limit: as for `fastest`.
@@ -175,7 +173,8 @@ class Fit:
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
-        """Predict variants of ``plan`` that need less memory, until one fits. Each variant is recorded as a tried plan.
+        """Predict variants of ``plan`` that need less memory, until one fits, one is slower than the best plan so far,
+        or all are tried. Each variant is recorded as a tried plan.
 
         First parameters stay unsharded for backward, then measures are added, the cheapest per byte first.
         """
@@ -196,10 +195,8 @@ class Fit:
             plan, now = step
 
     def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
-        """Return the ``measures`` that free memory, sorted by the seconds that they cost per byte freed.
-
-        Args:
-            now: cost of ``plan`` without them.
+        """Return those of ``measures`` that free memory, sorted by the seconds that they cost per byte freed. ``now``
+        is the cost of ``plan`` without them.
         """
         priced = []
         for at, measure in enumerate(measures):
@@ -209,11 +206,9 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Predict ``plan`` with ``measure`` applied to all its units (parameters, blocks). Return (that plan, its
-        cost) if it is still too large. If it fits, try fewer units too, and return None.
-
-        Args:
-            now: cost of ``plan`` without the measure; both are returned if the measure frees nothing.
+        """Predict ``plan``, whose cost is ``now``, with ``measure`` applied to all its units (parameters, blocks). If
+        that frees nothing, return (``plan``, ``now``); if it is still too large, return (that plan, its cost). If it
+        fits, try fewer units too, and return None.
         """
         more = measure.whole(plan)
         then = self.schedule(more)
@@ -290,9 +285,8 @@ class Fit:
 
 
 def kept_whole(plan: Plan, hand: Plan) -> Plan:
-    """Return ``plan`` with parameters kept unsharded for backward (FSDP level 2).
-
-    The user's entries, ``hand``, stay as they are.
+    """Return ``plan`` with parameters kept unsharded for backward (FSDP level 2 in place of 3). The user's entries,
+    those of ``hand``, stay as they are.
     """
     return Plan.of(replace(e, level=2) if _is_open(e, hand) and e.level == 3 else e for e in plan.entries)
 
@@ -308,8 +302,8 @@ def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:
 
 
 def _parts(model: nn.Module) -> dict[str, Blocks]:
-    """Return the parts of blocks that can be recomputed: suffix of the name -> (prefix of the blocks' names, number of
-    blocks) of each run of blocks that have this part.
+    """Return the parts of blocks that can be recomputed, and where they are: suffix of a part's name (``.mlp``) -> list
+    of (prefix of the blocks' names, number of blocks).
 
     A suffix is "" (the block itself) or ``.name`` of a child that has children. Blocks are the numbered children of the
     outermost containers (ModuleList, Sequential).

@@ -173,7 +173,9 @@ class Search:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
     def _products(self, plan: Plan) -> float:
-        """Return the seconds of a rank's matrix products under a plan that splits only the batch; 0 for other plans."""
+        """Return the seconds of a rank's dense ops under ``plan`` if that has data-parallel entries only; 0 for other
+        plans, and if the user gave entries.
+        """
         rows = max((shape[0] for _, shape in self.captured_model.source.inputs if shape), default=0)
         if not rows or self.hand or not all(isinstance(entry, Data) for entry in plan.entries):
             return 0.0
@@ -181,7 +183,8 @@ class Search:
         return self.captured_model.floor(self.hardware) * ceil(rows / ways) / rows
 
     def least(self) -> float:
-        """Return a lower bound in seconds of the cost of every solution, found with `GLANCE` work.
+        """Return a lower bound in seconds of the cost of every solution, found with little work (at most `GLANCE` table
+        entries of the solver).
 
         It is inf if there is no solution, or none that costs less than `MARGIN` times the best plan so far.
         """
@@ -231,8 +234,8 @@ class Search:
         return None
 
     def _fit(self) -> None:
-        """Change the fastest and the smallest plan to use less memory (recompute, offload, ...), until they fit or are
-        slower than the best plan so far.
+        """Change the fastest and the smallest plan that were tried so that they use less memory (recompute, offload,
+        ...), until they fit or are slower than the best plan so far.
         """
         tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
@@ -259,7 +262,9 @@ class Search:
     # --- solutions
 
     def _split(self, over: tuple[str, ...], weights: Weights) -> Split:
-        """Return a split of storage over the axes ``over``, as a `Split` whose layout problem is not solved yet."""
+        """Return a `Split`: storage may be split over the axes ``over``, and ``weights`` scale the costs of
+        communication. Its layout problem is not solved yet.
+        """
         return Split(over, cache(partial(self.problem, over, weights)), weights)
 
     def _solves(self, split: Split) -> bool:
@@ -271,8 +276,8 @@ class Search:
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
 
     def _fitting(self, split: Split) -> Trial | None:
-        """Predict schedules of solutions of ``split``, the fastest first, until one fits in memory. Return the last
-        trial; None if no plan can be compiled.
+        """Predict schedules of solutions of ``split``, the fastest first, until one fits in memory or no smaller one is
+        left. Return the last trial; None if there is no solution, or its plan cannot be compiled.
         """
         candidate = split.candidate
         if candidate is not None and candidate.bytes > self._room(split.over):
@@ -288,8 +293,8 @@ class Search:
         return trial
 
     def _fastest(self, split: Split) -> Candidate | None:
-        """Return the fastest solution of ``split`` (the axes that split storage only) that is expected to fit in
-        memory, else the smallest solution.
+        """Return the fastest solution of ``split`` (a choice of the axes that split storage) that is expected to fit in
+        memory; while no tried plan fits, else about the smallest. None if no solution fits and may beat the best plan.
 
         The first price per byte is the one that sufficed before: for this split, for others, or on another mesh.
         """
@@ -301,8 +306,8 @@ class Search:
         return candidate
 
     def _room(self, over: tuple[str, ...]) -> float:
-        """Return the bytes that a solution may take if its plan is to fit in memory. Predicted peaks of earlier plans
-        show by how much peaks exceed the bytes of solutions.
+        """Return the bytes that a solution with storage split over ``over`` may take if its plan is to fit in memory.
+        Plans predicted earlier show by how much peaks exceed the bytes of solutions.
         """
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
@@ -318,11 +323,7 @@ class Search:
 
     def problem(self, over: tuple[str, ...] | None, weights: Weights) -> PlanProblem:
         """Return the layout problem: the choices that the user's entries leave open for ops, parameters and batch, with
-        their costs.
-
-        Args:
-            over: the axes over which storage may be split further; None: any axes, for each parameter.
-            weights: weights of communication.
+        their costs. ``over`` are the axes that may split storage further (None: any), ``weights`` scale communication.
         """
         start = time.perf_counter()
         like = self.stated
@@ -339,8 +340,8 @@ class Search:
         return self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
 
     def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
-        """Return the best solution of the layout problem if a byte of memory costs ``byte`` seconds; None if no
-        solution costs less than ``ceiling``.
+        """Return the best solution of the layout ``problem`` if a byte of memory costs ``byte`` seconds; None if no
+        solution costs less than ``ceiling`` seconds.
         """
         start = time.perf_counter()
         try:
@@ -373,8 +374,8 @@ class Search:
         return storages(over, name, compute)
 
     def _anywhere(self, name: str, compute: Layout) -> list[Layout]:
-        """Return the storage layouts among which the solver may choose for a parameter if FSDP may split its storage
-        over any axes.
+        """Return the storage layouts among which the solver may choose for the parameter ``name`` with layout
+        ``compute`` if FSDP may split its storage over any axes.
         """
         overs = [over for over in self._overs() if not set(over) & set(compute.bound)]
         return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
@@ -464,8 +465,8 @@ class Search:
         return tried
 
     def _estimated(self, plan: Plan, origin: str, captured_model: CapturedModel) -> Trial | None:
-        """Return a plan as a trial whose cost is estimated from the captured blocks; None if the plan cannot be
-        compiled.
+        """Return a `Trial` of ``plan`` whose cost is estimated from the captured blocks alone; None if the plan cannot
+        be compiled.
         """
         try:
             few = captured_model.program(self.mesh, plan, self.options, few=True).schedule(self.hardware)
@@ -504,7 +505,8 @@ class Search:
             self._fit()
 
     def schedule(self, plan: Plan, captured_model: CapturedModel, by_hand: bool = True) -> Schedule | None:
-        """Return the predicted schedule of ``plan``; None if it cannot be compiled.
+        """Return the predicted schedule of ``plan``. None if it cannot be compiled, or if repeated blocks get different
+        layouts that only a plan written ``by_hand`` may give them.
 
         Args:
             plan: the plan.
@@ -540,8 +542,8 @@ def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
 
 
 def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
-    """Return ``weights`` with the share of communication that is exposed (not hidden by compute) in ``schedule``, for
-    gathers and for reductions.
+    """Return ``weights`` with new weights of parameter gathers and of gradient reductions: the share of their seconds
+    that is exposed (not hidden by compute) in ``schedule``.
 
     Args:
         schedule: the schedule.
@@ -550,8 +552,8 @@ def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> We
     """
 
     def share(kinds: Sequence[str], before: float) -> float:
-        """Return the part of the seconds of collectives of ``kinds`` that is exposed; ``before`` if the schedule has no
-        such collectives.
+        """Return the share of the seconds of parameters' collectives of ``kinds`` that is exposed, at least 0.02;
+        ``before`` if the schedule has no such collectives.
         """
         collectives = [c for c in schedule.collectives if c.kind in kinds and set(c.cause.tensors) <= set(params)]
         total = sum(c.seconds for c in collectives)

@@ -83,7 +83,7 @@ class Pinner:
 
     def _target(self, name: str) -> str:
         """Return the text by which a plan entry names the module boundary that tag ``name`` marks: a module name, or a
-        glob for all repeated blocks.
+        glob for all repeated blocks, followed by ``.input`` if the boundary is the module's input.
         """
         module, where, _ = name.rsplit(".", 2)
         return self.writer.by_glob(dict.fromkeys(self.writer.block_names(module), ""))[-1][0] + (
@@ -132,8 +132,8 @@ class Border:
         return self.gradient == self.pin
 
     def agrees(self, now: Border) -> bool:
-        """Return whether value and gradient already have, in ``now``, the layouts that this border's pin would give
-        them.
+        """Return whether the boundary needs no pin: by ``now``, its layouts without one, value and gradient already
+        have the layouts that this border's pin would give them.
         """
         return self.pin in (now.computed, now.need) and (
             not self.holds_gradient or now.gradient in (None, self.gradient)
@@ -150,8 +150,8 @@ def borders(planned: PlannedGraph) -> dict[str, Border]:
 
 
 def _need(node: fx.Node, phase: str) -> Layout:
-    """Return the layout in which all users of ``node`` in ``phase`` need its value. If they need different layouts,
-    return the layout of ``node`` itself.
+    """Return the layout in which the users of ``node`` in ``phase`` need its value. If they need different layouts,
+    return the layout of ``node`` itself, or if that is partial, the first needed one that is not.
     """
     needs: dict[Layout, None] = {}
     for user in node.users:
@@ -195,7 +195,8 @@ class Writer:
         level: int,
         inputs: Sequence[tuple[str, tuple[int, ...]]],
     ) -> Plan:
-        """Return the plan that gives parameters the layouts ``stored`` and splits the batch over the axes ``batch``.
+        """Return the plan that gives parameters the layouts ``stored``: storage only is split over the axes ``over``
+        (by ``fsdp`` of ``level``), and the batch over the axes ``batch``.
 
         Args:
             stored: name in the captured model -> (compute layout, storage layout).
@@ -222,8 +223,8 @@ class Writer:
         return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
-        """Return (whether the parameters ``whole`` are all smaller than those in ``split``, the size in bytes that
-        separates the two).
+        """Return (whether each parameter in ``whole`` is smaller than each in ``split``, the threshold in bytes of an
+        ``fsdp`` entry that tells them apart). The threshold is 0 if ``whole`` is empty or sizes do not tell.
 
         Args:
             whole, split: names of the parameters that are replicated, and of those that are split.
@@ -242,7 +243,8 @@ class Writer:
         return plan
 
     def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
-        """Return the entries for compute layouts: tensor parallel styles if they match, else ``params`` entries.
+        """Return the entries for the compute layouts ``computes``: tensor parallel styles if they match and their axis
+        is not in ``batch``, else ``params`` entries.
 
         Args:
             computes: parameter -> its compute layout.

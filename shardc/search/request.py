@@ -82,13 +82,13 @@ def search_once(
 
 
 def unstaged(plan: Plan) -> Plan:
-    """Return ``plan`` without its pipeline stages, for which a search finds a cut."""
+    """Return ``plan`` without its entry of pipeline stages (``pp``). A search writes another in its place."""
     return Plan.of(entry for entry in plan.entries if not isinstance(entry, Pp))
 
 
 def _rest(plan: Plan, base: Plan) -> Plan:
-    """Return ``plan`` without the entries of ``base``. (Classes of these may be defined in the caller's process
-    only.)
+    """Return the plan of those entries of ``plan`` that ``base`` does not have, to be sent to other ranks. (The user's
+    entries, in ``base``, may have classes that only the user's program defines.)
     """
     return Plan.of(entry for entry in plan.entries if entry not in base.entries)
 

@@ -160,8 +160,8 @@ class Found:
 
     @property
     def solution(self) -> Trial:
-        """Return the trial of the best plan, if that is a solution of the layout problem. Else return the fastest trial
-        that is one.
+        """Return the trial of the best plan, if that is a solution of the layout problem. Else return the best trial
+        that is one: the fastest of those that fit in memory, if any fit. Without such trials, return `best`.
         """
         solved = [trial for trial in self.trials if trial.is_solution]
         return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
@@ -193,7 +193,7 @@ class Found:
     @property
     def form(self) -> Trial | None:
         """Return the best trial of a ready-made plan or of the user's entries alone: the fastest that fits in memory,
-        or else the smallest.
+        or else the smallest. None if there is none.
         """
         forms = [trial for trial in self.trials if not trial.found]
         return min(

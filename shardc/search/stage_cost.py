@@ -60,7 +60,8 @@ class Part:
 
 
 def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware: Hardware) -> list[Part]:
-    """Return the parts of the complete model, in order.
+    """Return the parts of the complete model in order, each with its predicted costs. A part (a module, or a child of a
+    repeated block) is what no cut into stages divides.
 
     Args:
         captured_model: the captured model.
@@ -93,7 +94,9 @@ def parts_of(captured_model: CapturedModel, program: InspectedProgram, hardware:
 
 
 def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
-    """Return the names of the parts of the captured model, in order."""
+    """Return the names of the parts of the captured model (blocks, or their children if these run in order), in the
+    model's order.
+    """
     order: dict[str, int] = {}  # module -> the first op of it
     for at, node in enumerate(forward.graph.nodes):
         if node.op == "call_function" and ir.info(node).origin.phase == "forward":
@@ -113,8 +116,7 @@ def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
 
 
 def _part_name(names: Sequence[str], module: str) -> str:
-    """Return the name of the part that ``module`` (the name of a module or value) is in. ``names`` has the names of all
-    parts.
+    """Return which of the model's parts ``names`` has the module or value called ``module``.
 
     What is in a block and in none of its parts counts to the first part of the block. Everything else counts to the
     last part of all.
@@ -129,16 +131,14 @@ def _part_name(names: Sequence[str], module: str) -> str:
 
 
 def _part(names: Sequence[str], node: fx.Node) -> str:
-    """Return the name of the model's part (a child of a block, or a module outside) that a node is in. ``names`` has
-    all such names.
-    """
+    """Return which of the model's parts ``names`` an op or value, ``node``, is in."""
     record = ir.info(node)
     return _part_name(names, record.origin.module or record.name)
 
 
 def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
-    """Return the ops of a backward that compute the gradients of the model's first part. They run through all blocks,
-    the last block first.
+    """Return the ops of the backward ``half`` that compute the gradients of the model's first part, ``names[0]``. They
+    run through all blocks, the last block first.
     """
     results = [(role, x) for role, x in ir.outputs(half.graph) if isinstance(x, fx.Node)]
     work = [x for role, x in results if role.name and _part_name(names, role.name) == names[0]]
@@ -152,8 +152,8 @@ def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
 
 
 def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that a cut in front of each part would send for one microbatch: part -> bytes of the values that
-    earlier parts compute and that it or later parts read.
+    """Return the bytes that a stage which begins with a part receives for one microbatch, for each part in ``names``:
+    part -> bytes of the values that earlier parts compute, and that it or later parts read.
 
     Values that are computed from inputs alone or from parameters alone are not counted.
     """
@@ -180,7 +180,8 @@ def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:
 
 
 def _priced(name: str, sums: Mapping[tuple[object, bool], float], sizes: Mapping[str, int], received: int) -> Part:
-    """Return the `Part` ``name`` of the model with its predicted costs.
+    """Return the `Part` ``name`` of the model with its predicted costs, from the seconds ``sums``, the memory ``sizes``
+    and the bytes ``received`` from the part before.
 
     Args:
         sums: (phase, whether gradients of earlier parts need the ops) -> seconds of its ops.
@@ -265,8 +266,8 @@ class Player:
     played: dict[tuple[int, ...], Played] = field(default_factory=dict)
 
     def fastest(self) -> Played | None:
-        """Return the cut into stages with the fastest step that fits in memory; if none fits, the cut that needs least
-        memory. None if the model has too few places to cut.
+        """Return the cut into stages with the fastest step, of the cuts tried that fit in memory; if none fits, the cut
+        that needs least memory. None if the model has too few places to cut.
 
         Starting at the cut whose slowest stage is fastest, cuts are moved while that is better.
         """
@@ -283,8 +284,8 @@ class Player:
         return best
 
     def _near(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield cuts near the cut ``starts``, in which some consecutive stages begin one or two possible places earlier
-        or later.
+        """Yield cuts near ``starts``, the cut by the first part of each stage: some consecutive stages begin one or two
+        possible places earlier or later.
         """
         at = [self._places.index(start) for start in starts[1:]]
         for by in (-1, 1, -2, 2):
@@ -344,8 +345,8 @@ class Player:
         return self.played[starts]
 
     def _seconds(self, stages: Sequence[Sequence[Part]]) -> float:
-        """Return the seconds of a step whose stages consist of the parts ``stages``. The result equals that of `clock`,
-        but is computed faster, since hundreds of cuts are tried.
+        """Return the seconds of a step whose stages consist of the parts ``stages``. They are those that `clock` (the
+        simulation of any schedule) would return, but faster, since hundreds of cuts are tried.
         """
         schedule, (latency, byte) = self.schedule, self.message
         durations = [{kind: sum(part.seconds[kind] for part in parts) for kind in parts[0].seconds} for parts in stages]
@@ -403,8 +404,8 @@ class Player:
 
     @cached_property
     def _flights(self) -> list[set[tuple[tuple[int, int], ...]]]:
-        """For each rank, the states that it passes through in a step: how many microbatches are in flight on each of
-        its stages, as ((stage, number), ...).
+        """For each rank, the set of states that it passes through in a step. A state has the number of microbatches in
+        flight on each of the rank's stages: ((stage, number), ...).
         """
         lists = self.schedule.lists
         return [{tuple(sorted(count.items())) for count in in_flight(actions)} for actions in lists]

@@ -63,8 +63,8 @@ class StageSearch(Search):
         return min(bounds, default=inf)
 
     def run(self) -> None:
-        """Predict the step of every schedule with every layout of a stage. The lists of actions of a schedule are
-        simulated with the costs of the layout.
+        """Predict steps with each layout of a stage, in the schedules and numbers of microbatches that may be faster
+        than the best plan so far. The lists of actions of a schedule are simulated with the costs of the layout.
         """
         for layout in self._layouts():
             for count in self._counts(self._ways(layout))[:SIZES]:
@@ -73,8 +73,9 @@ class StageSearch(Search):
                     self._play(layout, count, orders)
 
     def _play(self, layout: Plan, count: int, orders: list[Schedule]) -> None:
-        """Simulate the schedules ``orders`` of ``count`` microbatches in stages that have the plan ``layout``. Record
-        the fastest cut into stages for each schedule.
+        """Simulate the schedules ``orders`` of ``count`` microbatches, with stages that have the plan ``layout``. Of
+        all ``orders``, record only the best trial, with its cut into stages. Record nothing if the layout cannot be
+        compiled or the program has no loss.
         """
         plan = layout | microbatches(count)
         try:
@@ -185,8 +186,8 @@ class StageSearch(Search):
 
 
 def _begin(parts: Sequence[Part], at: int) -> str:
-    """Return the module at which part ``at`` begins, by name: its block if the part is the first of a block, else the
-    part.
+    """Return the module by which a plan names a cut in front of part ``at``: the part itself, or its parent (such as
+    its block) if the part before is not in that parent.
     """
     name, before = parts[at].name, parts[at - 1].name
     block = name.rpartition(".")[0]

@@ -203,8 +203,8 @@ def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
 
 
 def _raise_cut(whole: fx.GraphModule, mesh: Mesh, fault: tuple[str, str] | None) -> None:
-    """Raise VerifyError if ``fault`` is not None: a pair (graph, reason) about one of the stage graphs that ``whole``
-    is cut into.
+    """Raise VerifyError for ``fault``, a pair (name of a stage's graph, reason), unless it is None. ``whole`` is the
+    graph that is cut into stages.
     """
     if fault is not None:
         graph, reason = fault

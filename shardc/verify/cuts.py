@@ -89,8 +89,8 @@ def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
 def closes(
     backward: fx.Graph, closing: fx.Graph, last: fx.Graph, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> str | None:
-    """Return the first fault of ``last``, the last microbatch's backward that also closes the step, as text; None if it
-    computes the right values.
+    """Check ``last``, the backward of the last microbatch, which also computes what ``closing`` does (gradient
+    reductions). Return its first fault as text; None if it computes the right values.
 
     Its results must be those of ``closing`` on sums of the other microbatches' terms plus the terms of ``backward``.
 
@@ -119,8 +119,8 @@ def closes(
 
 
 def opens(forward: fx.Graph, gathers: fx.Graph, first: fx.Graph) -> str | None:
-    """Return the first fault of ``first``, the forward of the first microbatch that also gathers parameters, as text;
-    None if it has none.
+    """Check ``first``, the forward of the first microbatch, which also gathers parameters as the graph ``gathers``
+    does. Return its first fault as text; None if it has none.
 
     Its results must be those of ``forward`` on the parameters that ``gathers`` gathers.
     """
@@ -163,8 +163,8 @@ def in_stages(whole: fx.Graph, parts: Graphs) -> tuple[str, str] | None:
 def in_time(
     graphs: Sequence[fx.Graph], up: Sequence[Collection[str]], down: Sequence[Collection[str]]
 ) -> tuple[str, str] | None:
-    """Return (stage, reason) for the first value that reaches a stage too late or not at all; None if all arrive in
-    time.
+    """Return (stage, reason) for the first value that a stage needs and does not get in time, over the boundaries to
+    later stages (``up``) or to earlier ones (``down``); None if all values arrive in time.
 
     A value of an earlier stage comes with the forward, over all boundaries between the two; one of a later stage comes
     with the backward, and no result of the forward depends on it.
@@ -194,8 +194,8 @@ def in_time(
 
 
 def in_two(whole: fx.Graph, first: fx.Graph | None, second: fx.Graph | None) -> str | None:
-    """Return the first value that the graphs ``first`` and ``second`` do not compute as the backward ``whole`` does, as
-    text for an error; None if all agree.
+    """Check that ``first`` and ``second``, the parts of a backward, together compute what the backward ``whole``
+    computes. Return a text about the first value that differs; None if all agree.
     """
     saved: dict[str, Fingerprint] = {}
     now: dict[tuple[str, str], Fingerprint] = {}

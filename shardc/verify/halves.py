@@ -132,8 +132,8 @@ def slots(subject: Subject) -> Broken:
 def _sharing(
     planned: tuple[Slot, ...], used: Mapping[int, tuple[int, int]], numbers: Iterable[int]
 ) -> Iterable[tuple[int, int]]:
-    """Yield (slot, earlier slot), by number, for slots of the arena that share bytes although both are in use at some
-    time.
+    """Yield (slot, earlier slot), by number, for slots of the arena (places for results) that share bytes while both
+    are in use.
     """
     order = sorted(numbers, key=lambda number: used[number])
     live: list[tuple[int, int]] = []  # (offset, slot) of the slots in use

@@ -32,7 +32,9 @@ class Program:
 
 
 def program(gm: fx.GraphModule, prints: Fingerprints | None = None) -> Program:
-    """Return the fingerprints of ``gm`` at global shapes; ``prints`` is its `fingerprints`, if computed already."""
+    """Return the fingerprints of the values and of the outputs of ``gm``, a graph at global shapes, as `Program`.
+    ``prints`` is the result of `fingerprints`, if that was called already.
+    """
     prints = prints or fingerprints(gm.graph)
     return Program(frozenset(prints.values()), of_outputs(gm.graph, prints))
 
@@ -111,8 +113,8 @@ def fingerprints(
 
 
 def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, Collective]) -> dict[str, Collective]:
-    """Return the collectives of ``replaced`` (result name -> collective) whose results ``graph`` computes by
-    other ops.
+    """Return those collectives of ``replaced`` (result name -> collective) whose result ``graph`` computes by other
+    ops.
     """
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
     present = {name: old for name, old in replaced.items() if name in named}

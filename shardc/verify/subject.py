@@ -27,8 +27,8 @@ from shardc.ir.mesh import Mesh
 
 
 class State:
-    """Snapshot of a graph: nodes, operands, types and roles. The verifier compares it with a later one to see what a
-    pass changed.
+    """Snapshot of a graph: nodes, operands, types and roles. The verifier compares the snapshots before and after a
+    pass to see what the pass changed.
     """
 
     def __init__(self, graph: fx.Graph) -> None:

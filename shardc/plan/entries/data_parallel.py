@@ -165,7 +165,8 @@ class Fsdp(Data):
 
     def _split(self, stored: ParamPlan, param: Placed, axis: str, view: Mesh | None) -> ParamPlan:
         """Return ``stored`` with its storage also split over ``axis``: at the first dim that the axis divides, else at
-        a padded dim. ``view`` is the mesh of the parameters' DTensors.
+        a padded dim. If no dim can be split, storage stays whole, with a warning. ``view`` is the mesh of the
+        parameters' DTensors.
         """
         storage, size = stored.storage, stored.storage.mesh.size(axis)
         if not storage.ndim or size == 1 or storage.numel == 0:
@@ -237,8 +238,8 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
 
 
 def by_glob(tables: Mapping[str, object], entry: str) -> dict[str, Any]:
-    """Return the arguments of a constructor that are tables (glob -> number) as entries store them: argument name ->
-    tuple of pairs.
+    """Return ``tables``, the arguments of a constructor that map a glob to a number, as entries store them: argument
+    name -> ((glob, number), ...).
 
     ``entry`` is the plan entry, for errors.
     """

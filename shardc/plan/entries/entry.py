@@ -93,7 +93,8 @@ class Entry:
         return {}
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
-        """Return the layouts ``stored`` of a parameter with its storage split as this entry says.
+        """Return ``stored``, the layouts of a parameter, with its storage also split as this entry says; unchanged if
+        the entry splits no storage.
 
         It is called for parameters that no spec splits over axes of `storage`.
 

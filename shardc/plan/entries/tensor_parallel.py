@@ -70,8 +70,8 @@ class Tp(Entry):
         return placed
 
     def _split_parts(self, param: Placed) -> Placed:
-        """Return ``param`` split over the axis inside its first dim, in which attention stacks three weights (query,
-        key, value). Each of them is split.
+        """Return ``param``, whose dim 0 stacks the weights of queries, keys and values, with each of the three split
+        over the axis. If the axis does not divide them, they stay whole, with a warning.
         """
         dims = [f"(3 _@{self.axis})", *("_" for _ in param.shape[1:])]
         return param.by_spec(", ".join(dims), str(self))
