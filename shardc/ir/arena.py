@@ -154,8 +154,9 @@ class MemoryPlan:
     def moved(
         self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
-        """Return the memory plan of the compiled graph. Lifetimes are counted in lines of Inductor's code; regions and
-        offsets follow from these.
+        """Return the memory plan of the graph's compiled code. ``lifetimes`` of slots, and ``argument_ends`` of
+        placeholders, are counted in its lines; ``leaving`` are the slots that it returns. Regions and offsets follow
+        from these.
 
         Args:
             lifetimes: slot number -> (first line, last line); a missing slot is never written.

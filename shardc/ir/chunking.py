@@ -154,7 +154,8 @@ def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
 
 
 def _broadcast(cut: ChunkSpec, shape: Sequence[int], result_shape: Sequence[int]) -> ChunkSpec | None:
-    """Return how an operand of ``shape`` is chunked. It broadcasts to ``result_shape``, which is chunked by ``cut``.
+    """Return how an operand of ``shape`` is chunked that broadcasts to ``result_shape``, the shape of a result that is
+    chunked by ``cut``.
 
     None if every chunk reads the operand completely.
     """

@@ -1,4 +1,6 @@
-"""`Deferred`: the parameters whose gradients a backward leaves unreduced (``no_sync``), and the layouts of these."""
+"""`Deferred`: the parameters whose gradients a backward leaves unreduced (``no_sync``), and the layouts of these
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ NOTHING = Deferred()
 
 
 def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
-    """Return the parameters (of ``storages``, parameter -> storage layout) that some batch axis does not split. Their
-    gradients are summed over that axis.
+    """Return those entries of ``storages`` (parameter -> storage layout) in which some batch axis does not split the
+    parameter. Its gradient is summed over that axis.
     """
     return {
         name: stored

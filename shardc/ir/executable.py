@@ -61,8 +61,8 @@ JOIN: dict[str, Callable[..., Tensor]] = {  # reduce op -> op that joins two ter
 
 
 def opening(at: int) -> tuple[str, str]:
-    """Return the names of two phases of loop number ``at``, one of the loops over microbatches before the forward: its
-    graph for each microbatch, and the graph that runs once after it.
+    """Return two phase names of loop number ``at`` before the forward: (of its graph that runs for each microbatch, of
+    its graph that runs once after all microbatches).
     """
     return f"opening {at + 1}", f"opened {at + 1}"
 
@@ -149,7 +149,7 @@ class Half:
 
     @property
     def kind(self) -> str:
-        """Return the phase as text without its stage. Every backward has the text BACKWARD."""
+        """Return the phase as text, without its stage; BACKWARD for all phases of a backward and its closing."""
         phase = self.phase.phase if isinstance(self.phase, AtStage) else self.phase
         return phase if isinstance(phase, str) and phase not in _LIKE_BACKWARD else BACKWARD
 
@@ -207,7 +207,9 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
-        """Run the graph on ``inputs``, which is emptied; return its outputs. Call ``enter`` before each segment."""
+        """Run the graph on ``inputs``, which is emptied; return its outputs. If it has several segments, ``enter`` is
+        called before each.
+        """
         if len(self.segments) == 1:
             return self.codes[0](inputs)
         values = self._constants | dict(zip(self.takes, inputs, strict=True))
@@ -327,7 +329,7 @@ class Executable(ABC):
 
     @abstractmethod
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        """Return the graph of a phase, newly built; None for a forward or backward if nothing needs a gradient."""
+        """Return the graph of a phase; None if the step has no such phase (no backward if nothing needs a gradient)."""
 
     @abstractmethod
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
@@ -348,7 +350,7 @@ class Executable(ABC):
         return {}
 
     def find(self, phase: Phase) -> Half | None:
-        """Return the `Half` (graph) of a phase, built once; None for a forward or backward without gradients."""
+        """Return the `Half` (graph) of a phase, made once; None if the step has no such phase (see `make`)."""
         if phase not in self._half_of_phase:
             gm = self.make(phase)
             self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
@@ -468,7 +470,7 @@ class Executable(ABC):
         return StageRuns.of(order, self.stage_of, graphs)
 
     def _of_stages(self, order: Schedule) -> Iterator[tuple[int, bool, fx.Graph]]:
-        """Yield (stage, whether it runs for each microbatch or once, graph) of the stages' graphs, by stage."""
+        """Yield (stage, whether it runs for each microbatch or only once, graph) of the stages' graphs, by stage."""
         forward = FORWARD if order.trains else INFERENCE
         phase_of = {Kind.FORWARD: forward, **BACKWARDS}
         once = (GATHERS, FIRST[forward], *((LAST_BACKWARD, GRADIENTS) if order.trains else (CLOSING,)))
@@ -501,8 +503,8 @@ class Executable(ABC):
         return self._actions[rank, training and self.trains][1]
 
     def received(self, rank: int, training: bool = True) -> list[int]:
-        """Return one number for each of the rank's `actions`. For a message that it receives, this is how many of its
-        own messages the sender has received by then, so that the rank can free them. It is 0 for other actions.
+        """Return one number for each of the rank's `actions`: for a message that it receives, how many of the rank's
+        messages the sender had received before it sent this one, so that the rank can free them; 0 for others.
         """
         key = rank, training and self.trains
         if key not in self._received:

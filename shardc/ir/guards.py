@@ -81,8 +81,8 @@ STATES: dict[str, Callable[..., object]] = {
 
 
 def state(name: str, *args: object) -> object:
-    """Return the current value of torch's global state ``name``. KeyError if there is no value, as for a device that is
-    absent.
+    """Return the current value of the global state ``name`` of torch or of the process (`STATES`). KeyError if there is
+    no value, as for a device that is absent.
     """
     try:
         return STATES[name](*args)

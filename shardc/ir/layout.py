@@ -496,8 +496,8 @@ def canonical_runs(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """Distribute the ``runs`` of a dim over its factors, which have ``sizes`` elements (major to minor, without
-    padding). Return the runs of each factor.
+    """Distribute the ``runs`` of a dim that is a product of factors over these factors, which have ``sizes`` elements
+    (major to minor, without padding). Return the runs of each factor.
 
     Returns None if a padded run spans two factors.
 

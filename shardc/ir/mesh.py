@@ -134,7 +134,9 @@ class Mesh:
         return self.part(name, pre, major), self.part(name, pre * major, size // major)
 
     def join(self, major: str, minor: str) -> str | None:
-        """Return the axis (or part) that consists of ``major`` and ``minor``; None if they are not adjacent parts."""
+        """Return the axis (or part) that consists of ``major`` and ``minor``; None if they are not adjacent parts of
+        one axis, in this order.
+        """
         (name, pre, _), (other, other_pre, _) = split_part(major), split_part(minor)
         if name != other or pre * self.size(major) != other_pre:
             return None
@@ -147,8 +149,8 @@ class Mesh:
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
-        """Return axis name -> positions in the axis at which ``axes`` (or parts) begin and end. A position is the
-        product of the sizes of all parts before it: 2 and 4 for ``tp:2x2`` of ``tp=4``.
+        """Return axis name -> positions in that axis at which ``axes`` (axes or parts) begin and end. A position is the
+        product of the sizes of all parts before it: ``tp:2x2`` of ``tp=4`` begins at 2 and ends at 4.
         """
         out: dict[str, set[int]] = {}
         for axis in axes:
@@ -244,8 +246,8 @@ def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def split_part(axis: str) -> tuple[str, int, int | None]:
-    """Return (name, prefix, size) of an axis or a part, such as ("tp", 2, 4) of ``"tp:2x4"``. A whole axis has prefix 1
-    and size None.
+    """Return (name, prefix, size) of an axis or a part. The prefix is the product of the sizes of the parts before it:
+    ("tp", 2, 4) for ``"tp:2x4"``. A whole axis has prefix 1 and size None.
     """
     name, _, part = axis.partition(":")
     if not part:

@@ -18,8 +18,8 @@ def _never(name: str) -> NoReturn:
 
 
 def tag(x: Tensor, *, name: str) -> Tensor:
-    """Marker op that returns ``x``. It marks ``x`` as the input or output of the module ``name``, to which plan entries
-    may give a layout.
+    """Marker op that returns ``x``. It marks ``x`` as the activation ``name``, an input or output of a module such as
+    ``layers.0.output.0``, to which plan entries may give a layout.
     """
     _never("tag")
 

@@ -166,7 +166,7 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
 
 def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
     """Insert ``digit`` (of a mesh axis) into the ``digits`` of a dim, so that it splits each of ``factor`` local
-    blocks. LayoutError if the dim cannot be divided so; ``what`` names the placement there.
+    blocks; return the new digits. LayoutError, which calls the placement ``what``, if the dim cannot be divided so.
     """
     above = factor
     for at, (radix, axis) in enumerate(digits):

@@ -52,7 +52,9 @@ def in_flight(actions: Iterable[Action]) -> Iterator[dict[int, int]]:
 
 
 class _Player:
-    """The checks of `play`, as methods. ``places`` maps each action to its (rank, position in the rank's list)."""
+    """The checks of `play`: whether the action lists of a pipeline's ranks fit together. ``places`` maps each action to
+    its (rank, position in the rank's list).
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -150,8 +152,8 @@ class _Player:
         reached = [0] * self.schedule.ranks
 
         def runs(rank: int, at: int, action: Action) -> bool:
-            """Return whether ``rank`` can run ``action``, at ``position`` of its list, now. False for a receive whose
-            message is not sent yet.
+            """Return whether ``rank`` can run ``action``, number ``at`` of its list, now, and note in ``reached`` that
+            it does. False for a receive whose message is not sent yet.
             """
             if action.kind in RECEIVES:
                 peer, position = self.places[action.other_end]

@@ -224,8 +224,8 @@ class Walk:
         return text
 
     def _container(self, value: Any) -> str:
-        """Return a dict, list, tuple or set as text. Functions and classes in it are included only if their code was
-        traced.
+        """Return a dict, list, tuple or set as text. Functions and classes in a dict or list are included only if their
+        code was traced, and of a set only plain constants.
         """
         if id(value) in self._inside:
             return "..."
@@ -245,8 +245,8 @@ class Walk:
         return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
 
     def _counts_in(self, item: object) -> bool:
-        """Return whether the text of a container includes ``item``. A function or class is included only if its code
-        was traced.
+        """Return whether the text of a dict or list includes its value ``item``. A function or class is included only
+        if its code was traced.
         """
         if isinstance(item, type):
             return any(self._was_traced(value) for value in vars(item).values())
@@ -389,8 +389,8 @@ class Walk:
                     yield cls, name, value
 
     def _without_name(self, name: str, value: object) -> bool:
-        """Return whether the class attribute ``name`` may be used without its name in traced code: Python calls it
-        (``__add__``), or a name computed at run time.
+        """Return whether traced code may use the class attribute ``name`` without naming it: Python calls it
+        (``__add__``), or it was looked up by a name computed at run time.
         """
         if name.startswith("__"):
             versioned = isinstance(value, types.FunctionType) and is_versioned(value.__code__)
@@ -516,9 +516,7 @@ class Reach:
 
     @staticmethod
     def of_all(several: Sequence[Reach]) -> Reach:
-        """Return the union of several `Reach` for `holds`, which then checks all of them. Its ``code`` and ``values``
-        are empty.
-        """
+        """Return one `Reach` whose `holds` checks all of ``several``. Its ``code`` and ``values`` are empty."""
         bound = {(cls, name): value for reach in several for cls, name, value in reach.bound}
         functions = {id(function): (function, code) for reach in several for function, code in reach.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
@@ -540,8 +538,8 @@ class Reach:
 
 
 def reach(model: nn.Module, loss: object, traced: Iterable[str] = ()) -> Reach:
-    """Return the code that a capture of ``model`` and ``loss`` can reach. The last result is reused as long as it
-    holds, else a new walk is made.
+    """Return the `Reach`, the code that a capture of ``model`` and ``loss`` can reach. The last result is reused as
+    long as it holds, else a new walk is made.
 
     Args:
         traced: `code_hash` of the user's code that was traced.

@@ -54,7 +54,7 @@ class Repeat:
 
     def split(self, name: str) -> tuple[int, str] | None:
         """Return (index of the block in this run, rest of the name) for ``name``, the name of something in a block.
-        None if it is outside the container or before the run.
+        None if it is outside the container or before the run; the index of a later child is ``count`` or more.
 
         >>> Repeat("layers", 2, 6).split("layers.3.up.weight")
         (1, '.up.weight')
@@ -232,7 +232,7 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """Return a division into one `Segment`, the complete graph."""
+    """Return the division of ``gm`` into a single `Segment`, the complete graph."""
     return (Segment(gm, (), (), frozenset()),)
 
 
@@ -289,7 +289,7 @@ class _Cutter:
 
     def _crossing(self) -> list[float]:
         """Return, for a cut before each op, the bytes of the tensors that cross it: earlier ops compute them, and later
-        ops read them.
+        ops read them. Results of collectives that are still in flight do not count.
 
         It is infinite if a value that is no tensor crosses the cut.
         """
@@ -413,7 +413,7 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_started(node: fx.Node) -> bool:
-    """Return whether ``node`` starts a collective, or selects one of the results of a collective that it starts."""
+    """Return whether ``node`` starts a collective, or selects (``getitem``) a result of a node that starts one."""
     source = node.args[0] if node.target is getitem else node
     return isinstance(source, fx.Node) and collective_kind(source) is not None
 

@@ -19,7 +19,8 @@ AGAIN = "shardc_again"
 
 @dataclass(frozen=True)
 class Memory:
-    """Which memory an output has on one device, and whether the output is a view.
+    """Which memory an output has on one device, whether it is a view by strides, and whether torch refuses to change it
+    in place.
 
     Args:
         number: equal for outputs that share memory.
@@ -140,8 +141,8 @@ def _memory(x: fx.node.Argument) -> int | None:
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the tensors of which autograd takes ``node`` for a view: first its base, then the base's base, and so on to
-    the owner of the memory.
+    """Yield the tensors that ``node`` is a view of, as autograd sees it: first its base, then the base's base, and so
+    on to the owner of the memory.
     """
     memory = _memory(node)
     while node.op == "call_function" and node.all_input_nodes and _stays_view(node):
@@ -154,8 +155,8 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _stays_view(node: fx.Node) -> bool:
-    """Return whether the model's op behind ``node`` is a view to autograd. An op that is no view may be decomposed into
-    ops of which the last, ``node``, is a view.
+    """Return whether ``node`` comes from an op of the model that is a view to autograd. An op that is no view may be
+    decomposed into ops of which the last, ``node``, is a view.
     """
     op = node.meta.get("original_aten")
     return not isinstance(op, torch._ops.OpOverload) or op.is_view

@@ -135,8 +135,8 @@ def _count(number: int | None, noun: str) -> str:
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[Action]:
-    """Return the computations of one rank in a 1F1B schedule. First come as many forwards as there are ranks behind it,
-    then forwards and backwards in turn, and last the remaining backwards.
+    """Return the computations of one rank in a 1F1B schedule. First come as many forwards as there are ranks behind
+    this rank, then forwards and backwards in turn, and last the remaining backwards.
 
     It is the order that torch's ``Schedule1F1B`` runs. The order that torch 2.13 says it runs has other microbatches on
     the last rank, and interleaved 1F1B with one stage per rank keeps nearly twice as many microbatches.
@@ -152,7 +152,7 @@ def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[
 
 def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
     """Insert the sends and receives into ``computed``, the computations of each rank in order; return the complete
-    lists.
+    lists. ``rank_of`` has the rank of each stage.
 
     A send stands right behind what computes the message. A receive stands right before the first computation that needs
     its message or a later one of the same peer, so it waits only where that computation would.

@@ -281,8 +281,8 @@ def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
 def _value(
     record: Info, shapes: tuple[tuple[int | Polynomial, ...] | None, ...], number: Callable[[int | Polynomial], int]
 ) -> Value | tuple[Value | None, ...] | None:
-    """Return the type of a node (the `Value` in ``record``, or a tuple of several) with other ``shapes``, whose
-    polynomials ``number`` evaluates.
+    """Return the type of a node at given sizes: the `Value` in ``record`` (or a tuple of several) with the ``shapes``,
+    in which ``number`` evaluates the polynomials.
     """
     values = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
@@ -310,8 +310,8 @@ def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
 
 
 def roles_at(roles: Sequence[Role], layouts: Sequence[Any], number: Callable[[Any], Any]) -> tuple[Role, ...]:
-    """Return the ``roles`` of outputs with their layouts at given sizes. ``layouts`` describes the layouts by
-    polynomials, as in `SizedGraph`.
+    """Return the ``roles`` of outputs with the layouts that they have at given sizes. ``layouts`` describes the layouts
+    by polynomials, as in `SizedGraph`; ``number`` evaluates a polynomial.
 
     Args:
         number: maps a polynomial to its value at the sizes (`numbers_at`).

@@ -221,16 +221,16 @@ class StageRuns:
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
-    """Return one number for each action of ``rank``. For a message that it receives, this is how many of the rank's own
-    messages the sender has received by then, so that the rank can free them. It is 0 for other actions.
+    """Return one number for each action of ``rank``: for a message that it receives, how many of the rank's messages
+    the sender had received before it sent this one, so that the rank can free them; 0 for other actions.
 
     Args:
         lists: the actions of each rank, messages among them.
     """
 
     def of(source: int) -> Iterator[int]:
-        """Yield, for each message that ``source`` sends to ``rank``, how many messages from ``rank`` it has received by
-        then.
+        """Yield, for each message that ``source`` sends to ``rank``, how many messages from ``rank`` it has received
+        before it sends this one.
         """
         count = 0
         for x in lists[source]:

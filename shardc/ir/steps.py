@@ -95,16 +95,14 @@ class _Step:
         return f"without {self.axes}, [{before.dims_text()}] becomes [{after.dims_text()}]"
 
     def whole_shards(self) -> str | None:
-        """Check that each shard of the result is a whole shard of the operand, on another rank. Return None or a
-        reason.
-        """
+        """Check that each shard of the result is a whole shard of the operand, on any rank. Return None or a reason."""
         if _cuts(self.source) == _cuts(self.result):
             return None
         return f"the shards of {self.source} are not those of {self.result}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
-        """Check that ``done`` has the pending reductions of ``pending`` except those over the op's axes. Return None or
-        a reason.
+        """Check that ``pending`` has the pending reductions of ``done`` and, over each of the op's axes, the op's
+        reduction. Return None or a reason.
         """
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
@@ -127,8 +125,8 @@ class _Step:
     # --- layouts in atoms
 
     def atoms(self, axis: str) -> list[str]:
-        """Return the atoms of ``axis``, major first: the parts into which the op's layouts and axes cut it. None for
-        size 1.
+        """Return the atoms of ``axis``, major first: the parts into which the op's layouts and axes cut it. An axis of
+        size 1 has none.
         """
         return self.mesh.parts(axis, self.edges)
 
