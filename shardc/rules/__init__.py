@@ -53,7 +53,8 @@ _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
 
 def find_rule(target: object) -> Rule | None:
     """Return the rule of an op overload, or None. Tried in this order: a rule for the overload, a rule for all
-    overloads of the op, torch's own table (`fallback_rule`). The rule of a functional form is that of its op.
+    overloads of the op, torch's own table (`fallback_rule`). The functional form of a custom op that writes to its
+    arguments has the rule of that op.
     """
     for name in _names(target):
         if (match := _registered.get(name) or RULES.get(name)) is not None:

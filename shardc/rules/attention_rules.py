@@ -112,7 +112,7 @@ FUSED = table(
 
 def _packed(call: Call, backward: bool) -> Spec:
     """Return the spec of attention of packed sequences (``varlen_attn``) or, if ``backward``, of its gradient: heads
-    may be split.
+    may be split, unless keys are in the pages of a cache.
     """
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
@@ -184,12 +184,8 @@ class SequenceHeads:
 
 
 def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
-    """Return ``spec`` with a `Routed` added, so that one axis may split queries and keys together (the op then sends
-    keys between the ranks).
-
-    Args:
-        moving: positions of the operands with keys and values.
-        trips: how often each of them is sent.
+    """Return ``spec`` with a `Routed` added, so that one axis may split queries and keys together; the op then sends
+    keys between the ranks. ``moving``: positions of the operands with keys and values, each sent ``trips`` times.
     """
     sizes = dict(spec.sizes)
     if QUERIES not in sizes or KEYS not in sizes:

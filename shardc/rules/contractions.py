@@ -193,7 +193,9 @@ def _resize_backward(ops: str, ndim: int) -> list[Rule]:
 
 
 def _sampled(call: Call) -> Spec:
-    """Return the spec of ``grid_sample``: an image ``n c X`` read at grid points ``n Y``, which all channels share."""
+    """Return the spec of ``grid_sample`` or of its backward: an image ``n c X`` is read at grid points ``n Y``, which
+    all channels share.
+    """
     loops = Loops(call)
     image, grid = (loops.shapes[loops.names.index(name)] for name in ("input", "grid"))
     # Channels share the grid, so the grid's gradient sums over them.

@@ -57,7 +57,7 @@ def _constant(call: Call) -> Spec:
 
 
 def _arange(call: Call) -> Spec:
-    """Return the spec of ``arange``: its dim may be split."""
+    """Return the spec of ``arange``: its dim may be split if its numbers are integers."""
     loops = Loops(call)
     # Floats are computed from the start by multiplication, which rounds differently on a shard; integers are exact.
     kind = WHOLE if call.results[0].dtype.is_floating_point else FREE  # type: ignore[union-attr]

@@ -25,8 +25,8 @@ _ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it s
 
 @lru_cache(maxsize=4096)
 def fallback_rule(target: object) -> Rule | None:
-    """Return a rule for an op overload that is derived from DTensor's table of strategies; None if DTensor has no table
-    for it that can be used.
+    """Return a rule for an op overload that is derived from DTensor's table of strategies. Return None if DTensor has
+    no table for it, or if the op takes sizes or draws random numbers.
     """
     if not isinstance(target, OpOverload) or draws(target):
         return None

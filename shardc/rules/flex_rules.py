@@ -68,8 +68,9 @@ def _gradient(call: Call) -> Spec:
 
 
 class _Positions:
-    """Arguments of the op that say which scores a rank computes: global positions of its rows, batches and heads, none
-    where they are 0, 1, 2, ...; and which blocks of scores are visible, once for all calls with the same mask.
+    """Arguments by which the op computes one rank's scores: the global positions of its rows, batches and heads (left
+    out where they are 0, 1, 2, ...), and which blocks of scores are visible, computed once for all calls with the same
+    mask.
     """
 
     def __init__(self, local: Local) -> None:

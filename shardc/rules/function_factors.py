@@ -231,10 +231,7 @@ class Graph:
         """Return the pending sums of each output (the sub-dims over which it is a pending sum), given those of the
         arguments. ``check``: forbid splits of a sub-dim if an op cannot take operands that are pending sums over it.
 
-        Args:
-            pending: pending sums of each argument.
-            check: keep a sub-dim whole if an op cannot take operands that are pending sums over it. Otherwise every op
-                is assumed to pass them on.
+        Without ``check`` every op is assumed to pass them on.
         """
         arguments = iter(pending)
         for node in self.graph.nodes:
@@ -264,8 +261,8 @@ class Graph:
 
 
 def _splits(spec: Spec, factor: str) -> bool:
-    """Return whether an axis may split ``factor`` so that every result is then split, or every result without the
-    factor is a partial sum.
+    """Return whether an axis may split ``factor``, and every result that lacks the factor is then a partial sum (not a
+    partial maximum, for example).
     """
     return spec.splittable(factor) and (spec.carried_by_all(factor) or dict(spec.reduce)[factor] == "sum")
 
@@ -420,8 +417,8 @@ class Factored:
         return after
 
     def _keep_consistent(self) -> None:
-        """Forbids splits of a sub-dim over which some result is a pending sum, if another result would then be neither
-        split nor a pending sum.
+        """Forbids splits of a sub-dim over which some result is a pending sum, if another result would be split and
+        pending over it at once, or a pending sum over other sub-dims only.
         """
         for sub_dim in NOTHING.union(*self.pending):
             for rows, pending in zip(self.results, self.pending, strict=True):

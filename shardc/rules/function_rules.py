@@ -74,8 +74,8 @@ def term(builder: Builder, x: Emitted, axes: Sequence[str]) -> Emitted:
 
 
 class _OnRank:
-    """The graphs of a call's functions as one rank runs them: the layouts of their values, and builders of their local
-    ops.
+    """Builder of the graphs that one rank runs for the functions of a call: ``cond``, ``scan`` or ``while_loop``. It
+    knows the digits (the split) of each sub-dim, and so the layout of each value in the functions.
 
     Attributes:
         coordinates: axes of the coordinates that the graphs read, as further operands.
@@ -107,7 +107,7 @@ class _OnRank:
         return [d for x in sub_dims.leaves(row) for d in self.digits.get(x, (Digit(sub_dims.size(x)),))]
 
     def axes(self, pending: Pending) -> list[str]:
-        """Return the axes over which ``pending`` sub-dims are split."""
+        """Return the axes over which the sub-dims ``pending`` are split."""
         return [axis for _, axis in self._digits(sorted(pending)) if axis is not None]
 
     def layouts(self, graph: Graph, node: fx.Node) -> tuple[Layout, ...]:

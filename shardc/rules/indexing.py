@@ -47,7 +47,9 @@ def _embedding_local(local: Local) -> Emitted:
 
 
 def _embedding_backward(call: Call) -> Spec:
-    """Return the spec of the gradient of a table: a split of the index leaves a partial sum."""
+    """Return the spec of the gradient of a table: a split of the index leaves a partial sum. With
+    ``scale_grad_by_freq`` neither index nor rows may be split.
+    """
     loops = Loops(call)
     grad, index = loops.shapes
     # Scaling by frequency counts how often each index occurs, so every rank needs all of them.
@@ -91,11 +93,11 @@ _MAX = 2
 
 
 def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
-    """Return (`Loops`, factors of each operand's dims) of a gather or scatter along argument ``dim``.
+    """Return (`Loops`, factors of each operand's dims) of a gather or scatter along argument ``dim``. ``looked_up`` and
+    ``over``: kinds of the factors of the tensor's indexed dim and of the index along it.
 
-    Along argument ``dim`` the tensor (operand 0) has factor ``v`` of kind ``looked_up``; the index and the source have
-    ``k`` of kind ``over``. The other dims share a factor if all operands have the same size there; if not they are
-    whole.
+    These are ``v`` of the tensor (operand 0), and ``k`` of the index and the source. The other dims share a factor if
+    all operands have the same size there; if not they are whole.
     """
     loops = Loops(call)
     if len({len(shape) for shape in loops.shapes}) > 1:
@@ -220,8 +222,8 @@ def _write_local(local: Local) -> Emitted:
 
 
 def _add_local(source: str) -> Localize:
-    """Return the localize function of writes that add argument ``source``: a rank adds zero for entries that another
-    rank holds.
+    """Return the localize function of ops that add entries of their argument ``source`` to a tensor, by index. Each
+    rank adds the entries whose places are in its shard, and zeros in place of the other entries.
     """
 
     def localize(local: Local) -> Emitted:
@@ -248,8 +250,8 @@ def _add_local(source: str) -> Localize:
 
 
 def _sorted(call: Call) -> Spec:
-    """Return the spec of a search in sorted boundaries, which must not be split along their last dim; batch dims are
-    shared.
+    """Return the spec of a search in sorted boundaries. Their last dim must not be split; the dims before it may be,
+    together with those of the values that are searched.
     """
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))

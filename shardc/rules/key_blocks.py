@@ -125,9 +125,8 @@ class KeyBlocks:
         return partial(self._sent, shift=number), partial(self._sent, shift=-number)
 
     def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:
-        """Return key and value concatenated to one tensor [2 b, g, k, e], so that they are sent as one message.
-
-        Returns [key, value] unchanged if they are not sent or have different shapes.
+        """Return a list of one tensor, key and value concatenated to [2 b, g, k, e], so that they are sent as one
+        message. Return [key, value] if they are not sent or have different shapes.
         """
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:
@@ -136,7 +135,9 @@ class KeyBlocks:
         return [self.packed]
 
     def parted(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Return [keys, values], split off the result of `joined` or a block of it."""
+        """Return [keys, values], split off the result of `joined` or a block of it; [keys, values] itself is returned
+        unchanged.
+        """
         if len(tensors) == 2:
             return tensors
         half = self.local.builder.shape(tensors[0])[0] // 2
@@ -146,7 +147,7 @@ class KeyBlocks:
         """Return the tensors from which blocks are selected, given those of this rank: gathered over ranks or, in a
         ring, the same tensors.
 
-        They are gathered ones, [ranks, b, g, k, e] each; in a ring ``tensors`` themselves.
+        A gathered tensor has the shape [ranks, b, g, k, e].
         """
         out = []
         for x in tensors if self.gathers else ():
@@ -230,7 +231,9 @@ class KeyBlocks:
         return sizes, [first - 2, first - 1, *sequence, len(sizes) - 1]
 
     def _sent(self, x: Emitted, shift: int) -> Emitted:
-        """Return ``x`` of the rank ``shift`` positions earlier in the ring over the axes ``sent``."""
+        """Emit a send to the rank ``shift`` positions later in the ring of ranks; return ``x`` of the rank ``shift``
+        positions earlier.
+        """
         if shift == 0:
             return x
         to = [(rank + shift) % self.ranks for rank in range(self.ranks)]
@@ -238,9 +241,8 @@ class KeyBlocks:
         return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
 
     def _coordinates(self, number: int) -> dict[str, Emitted]:
-        """Return axis -> index of a source rank; axes that are missing have this rank's index.
-
-        It is rank ``number`` if keys are gathered, else the rank ``number`` positions earlier in the ring.
+        """Return axis -> index of the rank that keys come from: rank ``number`` if keys are gathered, else the rank
+        ``number`` positions earlier in the ring. Axes that are missing have this rank's index.
         """
         if self.gathers:
             out, below = dict[str, Emitted](), self.ranks
@@ -263,7 +265,8 @@ class KeyBlocks:
     # --- causal blocks, for the kernel's own causal mode
 
     def _stripes(self) -> Digits | None:
-        """Return the minor digits (factors of the sequence) of the keys that match how queries are split, or None.
+        """Return the minor digits (factors of the sequence) of the keys, which number their stripes (every n-th key).
+        Return None if the keys cannot be cut into stripes that match the split of the queries.
 
         With stripes a causal mask is causal within each block, so that the kernel's own causal mode can be used.
         Requires that the queries' axes are the minor digits of the sequence: then the elements of a run of
@@ -296,7 +299,7 @@ class KeyBlocks:
         come: Callable[[Emitted], Emitted],
         go: Callable[[Emitted], Emitted],
     ) -> Iterator[KeyBlock]:
-        """Yield a block for each stripe of the keys of one rank.
+        """Yield a block for each stripe (every n-th key) of the keys of one rank.
 
         Args:
             minor: digits of the sequence that number the stripes (`_stripes`).
@@ -405,7 +408,7 @@ class KeyBlocks:
 
 
 def _below(minor: Digits) -> list[int]:
-    """Return for each local digit of ``minor`` its stride, counted in local digits only."""
+    """Return the stride of each local digit of ``minor``, as if ``minor`` had no other digits."""
     sizes = [d.radix for d in minor if d.axis is None]
     return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
 

@@ -91,8 +91,7 @@ class Loops:
         """Declare and return the two factors of a dim that consists of blocks of ``block`` elements: the number of
         blocks, and the position in a block (named ``shared``).
 
-        They are the number of blocks, which must be whole, and ``shared``, the position in a block. If ``block`` is 0,
-        the dim is one whole factor.
+        The number of blocks must be whole. If ``block`` is 0, the dim is one whole factor.
         """
         if not block:
             return self.dim(name, size, WHOLE)
@@ -269,7 +268,7 @@ def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, st
 
 
 def _names(sides: tuple[Dims, ...]) -> set[str]:
-    """Return the names of the factors in ``sides``, one per operand or result."""
+    """Return the names of the factors in ``sides``, which has the dims of each operand or result."""
     return {name for dims in sides for names in dims for name in names} - {"..."}
 
 

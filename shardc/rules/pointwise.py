@@ -69,7 +69,9 @@ def _quantise(call: Call) -> Spec:
 
 
 def _cast(call: Call) -> Spec:
-    """Return the spec of a cast. A partial sum passes through a cast that loses no precision."""
+    """Return the spec of a cast. A partial sum passes through a cast to its own dtype, or to floats that are not
+    narrower.
+    """
     before, after = call.operands[0].dtype, call.results[0].dtype  # type: ignore[union-attr]
     wider = after.is_floating_point and (not before.is_floating_point or after.itemsize >= before.itemsize)
     return pointwise_spec(call, [{0}] if wider or before == after else ())

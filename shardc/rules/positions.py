@@ -50,7 +50,8 @@ def coordinate(local: Local, axis: str) -> Emitted:
 def positions(
     local: Local, layout: Layout, dim: int, device: torch.device | None, at: Mapping[str, Emitted] | None = None
 ) -> Emitted:
-    """Return the global index along ``dim`` of each of the n elements that a rank holds: int64 [n].
+    """Return the global index along ``dim`` of each of the n elements that this rank (or the one that ``at`` names)
+    holds: int64 [n].
 
     Args:
         device: device of the result; None for that of coordinates.
@@ -81,12 +82,11 @@ def split(layout: Layout, dim: int) -> bool:
 
 
 def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool = False) -> Emitted:
-    """Return ``index``, guarded by a range check if the local op would not detect an entry out of range.
+    """Return ``index``, with a range check where the local op would not detect an entry out of range (the dim is split
+    or padded). ``wraps``: the op accepts negative entries, which are made positive before the check.
 
-    Args:
-        layout: layout of the indexed tensor, the call's first operand.
-        wraps: whether the op accepts negative entries, counted from the end. They are made positive, because the end of
-            a shard or of a padded dim is not the end of the tensor.
+    The end of a shard or of a padded dim is not the end of the tensor, so a negative entry must not count from it.
+    ``layout`` is that of the indexed tensor, the call's first operand.
     """
     if not layout.ndim:
         return index

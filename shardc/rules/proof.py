@@ -255,7 +255,7 @@ def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
 
 def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Return whether ``got`` equals ``expected``: exactly for integers, else up to ``tolerance`` times the largest
-    value.
+    value, or times 1 if all values are smaller.
     """
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(got, expected)

@@ -45,9 +45,7 @@ def _params(loops: Loops, first: int) -> list[Dims]:
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     """Return ``spec`` with a `Routed` added, so that one axis may split tokens and experts together (expert
-    parallelism).
-
-    Ranks then exchange ``choices`` rows of ``width`` elements for each token.
+    parallelism). Ranks then exchange ``choices`` rows for each token, of ``width`` elements there and back together.
     """
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
@@ -193,17 +191,14 @@ class _Rows:
 
 def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
     """Emit the keys by which choices (token, expert) are sorted: first the rank that holds the expert, then the expert
-    on that rank. Return the keys, a mask, and the numbers of ranks and of experts per rank.
+    on that rank. Return (keys, mask of the reachable choices or None if all are, number of destination ranks, experts
+    per rank).
 
     A choice is reachable if its expert is on a rank to which this rank's rows can be sent. Others are sorted last.
 
     Args:
         sent: the axes over which rows are exchanged.
         index: expert of each choice.
-
-    Returns:
-        The keys, flat; the mask of reachable choices (None: all are); the number of destination ranks; experts per
-        rank.
     """
     call = local.builder.call
     layout = local.operand_layout("params")
@@ -273,8 +268,8 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
 
 
 def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
-    """Emit the exchange of row counts between ranks. Return (the exchange of exactly so many rows, number of rows that
-    come from each rank for each expert).
+    """Emit the exchange of row counts between ranks. Return (an exchange of exactly so many rows as are counted, number
+    of rows that come from each rank for each expert).
     """
     call = local.builder.call
     _, group = local.builder.group(_sent(local))
@@ -290,9 +285,6 @@ def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
 def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
     """Emit exchanges in which each rank sends each other rank a block of fixed size, so that the host need not wait for
     the row counts. Return, for each chunk, (the exchange, number of rows that come from each rank for each expert).
-
-    Returns:
-        for each chunk of choices, (the exchange, number of rows that come from each rank for each expert).
     """
     call, (axes, ranks) = local.builder.call, _everyone(local)
     _, everywhere = local.builder.group(axes)
@@ -318,8 +310,7 @@ def _rows(local: Local) -> Iterator[_Rows]:
     """Emit the ops that sort this rank's rows by expert. If some axis splits both tokens and experts, also emit the
     exchange of rows between ranks. Yield the `_Rows` of each chunk of tokens.
 
-    Yields:
-        the rows of each chunk. The rows of all chunks are under way then, and those of later chunks are not waited for.
+    The exchanges of all chunks are under way when the first is yielded; those of later chunks are not waited for.
     """
     call = local.builder.call
     x, index, weight = local.operand("x"), _noted(local), local.operand("weight")
@@ -365,10 +356,8 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
 
 
 def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
-    """Return ``returned``, which has one row per choice (token, expert), reordered to the order of tokens. ``added``:
-    the rows of a token's choices are summed.
-
-    They are summed over a token's choices, [t, width], if ``added``; else each is one number, [t, k].
+    """Return ``returned``, which has one row per choice (token, expert), in the order of tokens. ``added``: the rows of
+    a token's choices are summed, [t, width]; else each row is one number, [t, k].
     """
     call, of = local.builder.call, rows.of
     width = local.builder.shape(returned)[1]

@@ -63,7 +63,7 @@ class Call:
                     yield argument.name, item
 
     def position(self, name: str) -> int | None:
-        """Return the position among the operands of the (first) tensor of argument ``name``, or None."""
+        """Return the position among the operands of the (first) tensor of argument ``name``; None if there is none."""
         return next((i for i, (n, _) in enumerate(self.named_operands()) if n == name), None)
 
     @property

@@ -80,9 +80,7 @@ def _scaled(
     local: Local, carried: _Carried, operands: Sequence[Emitted], rest: Sequence[Emitted], steps: Emitted | None
 ) -> list[tuple[Emitted, Emitted]] | None:
     """Emit all steps of this rank as one map ``c -> scale * c + summand`` of a carry c (a value that goes from step to
-    step). Return (scale, summand) for each carry that is sent between ranks.
-
-    Returns None if they compute something else.
+    step). Return (scale, summand) for each carry that is sent between ranks; None if the steps compute something else.
     """
     function, run = carried.scaled_step(), local.builder.call
     if function is None:
@@ -95,8 +93,8 @@ def _scaled(
 
 
 def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
-    """Exchange ``x`` between the ranks of the pieces ``before`` and ``now``. Return what this rank receives; on all
-    other ranks, ``x`` itself.
+    """Emit a swap of ``x`` between two ranks: those that hold the pieces number ``before`` and ``now`` of the scanned
+    dim. Return what each of the two receives; on all other ranks, their own ``x``.
     """
     to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
     to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]
@@ -154,9 +152,8 @@ class _Carried:
 
     def scaled_step(self) -> Function | None:
         """Return a scan function as `step` does, with a further carry for each carry in ``sent``: the product of the
-        factors by which the steps scale it. Return None if steps do more than scale and add.
-
-        Returns None if a step is not of the form ``factor * carry + summand`` for each carry in ``sent``.
+        factors by which the steps scale it. Return None if a step is not ``factor * carry + summand`` for each of
+        these.
         """
         graph, env, scales = self._copy(scales=True)
         others: set[fx.Node] = set()  # computed from carries in other ways
@@ -173,11 +170,9 @@ class _Carried:
         return self._function(graph, [*(env[self.results[at]] for at in self.sent), *(scale for _, scale in products)])
 
     def _copy(self, scales: bool = False) -> tuple[fx.Graph, dict[fx.Node, fx.Node], Scales]:
-        """Return (copy of the step's graph without its results, node -> its copy, products). ``scales``: whether the
-        copy gets an argument for each carry's product of scales.
-
-        The products are empty without ``scales``, else carry -> (the carry, a new argument of the copy that stands for
-        its product of scales so far).
+        """Copy the step's graph without its results. Return (the copy, node -> its copy, carry -> (the carry, product
+        of its scales so far)). The last is empty without ``scales``, else the product is a new argument of the copy for
+        each carry in ``sent``.
         """
         graph, carries = fx.Graph(), len(self.sums) + len(self.same) + len(self.sent)
         first, last = ([self.arguments[at] for at in places] for places in (self.sent, self.same))

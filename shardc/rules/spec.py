@@ -258,8 +258,8 @@ def _share_out(
 
 
 def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
-    """Return the digits of a dim with one split digit made local, so that ``digits`` can be cut at the strides
-    ``cuts``. If no single change suffices, the first split digit becomes local.
+    """Make one digit that an axis splits local, so that the digits of a dim can be cut at the strides ``cuts``; return
+    the digits. If no single change suffices, the first (major) split digit becomes local, and the caller calls again.
     """
     for at, (radix, axis) in reversed(list(enumerate(digits))):
         trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
@@ -318,8 +318,8 @@ def from_results(spec: Spec, layout: Layout) -> Strategy | None:
 
 
 def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()) -> tuple[Layout, ...] | str:
-    """Return the layouts of the results that follow from the layouts ``operands`` without any reshard. If the operands'
-    layouts do not fit together, return the reason as text.
+    """Return the layouts of the results that follow from the layouts ``operands`` without any reshard. If there are
+    none (operands are split differently, or the op does not carry their partial sums), return the reason as text.
 
     Args:
         results: layouts that decide the split of factors that no operand carries; by default these are not split.
@@ -389,7 +389,8 @@ def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
 
 
 def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
-    """Yield every strategy whose splits occur in the operands' layouts, the most split first.
+    """Yield the strategies whose splits occur in the operands' layouts, the most split first. If some meet the plan's
+    requirements (`Routed.required`), yield only these.
 
     The choices per axis: split the factor that some operand splits; split nothing; or pass through (if operands are
     partial over it and the op is linear in them). If a dense op can use an axis as no operand has it, the axis may
@@ -447,7 +448,7 @@ def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
     """Return (strategy, whether it meets the requirements of `Routed`) for ``choice``: axis -> (what to do over this
-    axis, details). Return None if the choices of two axes clash.
+    axis, details). Return None if no op can follow the choices of all axes at once.
     """
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
@@ -478,8 +479,8 @@ def _strategy(
 
 
 def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
-    """Return the digits of a factor that is split as in ``digits`` and also as in ``other``. Return None if the sizes
-    do not fit together, or if a digit would have two axes.
+    """Return the digits of a factor that is split as in ``digits`` (None: not split) and also as in ``other``. Return
+    None if the sizes do not fit together, or if a digit would have two axes.
     """
     if digits is None:
         return other

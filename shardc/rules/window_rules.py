@@ -58,7 +58,7 @@ class Pieces:
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
         """Emit and return elements ``begin`` to ``end`` of another rank's piece, which is ``away`` places after this
         rank's along the dim (before it if negative). Return zeros on ranks without such a neighbour, None if no rank
-        has one.
+        has one or there are no such elements.
         """
         if begin >= end or abs(away) >= self.ranks:
             return None
@@ -109,8 +109,8 @@ class Pieces:
         return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
 
     def entered(self, moved: Emitted, fill: Emitted, by: int) -> Emitted:
-        """Fill the places at the end of the dim that a shift by ``by`` left open. Return ``moved`` (the shifted piece)
-        with the elements of ``fill`` there.
+        """Fill the places that a shift by ``by`` left open: at the begin of the dim if ``by`` is positive, else at its
+        end. Return ``moved`` (the shifted piece) with the elements of ``fill`` there.
         """
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
@@ -207,7 +207,9 @@ def _cumsum(call: Call) -> Spec:
 
 
 def _cumsum_local(local: Local) -> Emitted:
-    """Emit and return the running sums of this rank's piece, plus the totals of the pieces before."""
+    """Emit and return the running sums of this rank's piece, plus the totals of the pieces before (after it if
+    ``reverse``).
+    """
     run, dim, reverse = local.builder.call, local.call["dim"], local.call["reverse"]
     pieces, x = Pieces(local, 0, dim), local.operand("x")
     if reverse:
