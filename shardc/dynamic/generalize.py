@@ -160,8 +160,8 @@ class Differs(Exception):
 
 
 def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, int]) -> SizedGraph:
-    """Returns one graph for any sizes, made from ``graphs``, which were compiled at the points of ``fit``. At these
-    points it equals them.
+    """Returns one graph for any sizes, made from ``graphs``, which were compiled at the points of ``fit``. At each
+    point it equals the graph compiled there.
 
     Args:
         sizes: example sizes, at which all numbers must be integers too.

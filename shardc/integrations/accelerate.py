@@ -160,7 +160,9 @@ class Accelerator(accelerate.Accelerator):
         return rows[: self.gradient_state.remainder] if ends else rows
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the full state dict of a compiled module, on the CPU. All ranks call it."""
+        """Returns the full state dict of a compiled module, on the CPU, and that of another model as accelerate does.
+        All ranks call it.
+        """
         if isinstance(model, ShardedModule):
             return model.shardc.full_state_dict("cpu")
         return super().get_state_dict(model, unwrap)

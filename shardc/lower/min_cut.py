@@ -57,7 +57,7 @@ class _NegativeZero(float):
 
 
 def _replace_floats(graph: fx.Graph, change: Callable[[float], float]) -> bool:
-    """Replace each float ``x`` in the arguments of ops by ``change(x)``; return whether there was one."""
+    """Replace each float ``x`` in the arguments of ops by ``change(x)``. Return whether that changed one."""
     changed = False
 
     def put(x: fx.node.Argument) -> fx.node.Argument:

@@ -294,8 +294,8 @@ class StepInMicrobatches(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of forward's arguments. Forward has computed those of the loss, which are scaled here
-        by the tangent; if other outputs have gradients, the microbatches run again.
+        """Returns the gradients of forward's arguments. If only the loss is used, they are those that forward has
+        computed, times the tangent; otherwise the microbatches run again.
         """
         runner, program, step = ctx.runner, ctx.runner.program, ctx.step
         if torch.is_grad_enabled():
@@ -488,8 +488,8 @@ def backward_again() -> BackwardError:
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises BackwardError if two compiled modules in sequence count losses differently: an input comes from a module
-    whose outputs feed each rank's own loss, and this module's loss is one of all ranks.
+    """Raises BackwardError if the gradients of two compiled modules in sequence do not fit together: those of the
+    module in front are averaged over losses of each rank's own, and the loss of this module is one of all ranks.
 
     Args:
         inputs: local inputs of the call.
@@ -527,6 +527,6 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
 @cache
 def watch_optimizers() -> None:
     """Registers a hook (`_stepped`) after the step of every optimizer of the process, so that in-place changes by it
-    are detected. Called once.
+    are detected. Later calls do nothing.
     """
     register_optimizer_step_post_hook(_stepped)

@@ -314,8 +314,7 @@ class Border:
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
         """Returns the tensor whose memory output ``at`` shares here and also on one device: the input or earlier output
-        that ``shared`` names. None if it shares no memory on one device with the tensor that it shares memory with
-        here.
+        that ``shared`` names. None if the two share memory only here.
         """
         output = self._aliasing[half][at]
         if shared.feed_index is not None and output.of is not None:
@@ -365,8 +364,8 @@ def read_only(x: Tensor, output: Returned, index: int, others: set[int], source:
 
 
 def modified(index: int, counter: Tensor, before: int) -> BackwardError:
-    """Returns the error for output ``index`` that was changed in place before its backward. ``counter`` has its
-    present version, ``before`` is the version at its return.
+    """Returns the error for output ``index`` that was changed in place before its backward. ``counter`` has the
+    output's present version, ``before`` is its version when it was returned.
     """
     return BackwardError(
         f"output {index} of the module was modified in place by an inplace operation, and this backward needs the "

@@ -34,14 +34,14 @@ class Recorder(Protocol):
         """Runs ``function`` once as preparation for its recording, and returns its result."""
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Returns a function that repeats the kernels of ``function``; its results are the same tensors each time.
+        """Returns a function that repeats the kernels of ``function``, and returns the same result tensors each time.
 
         What Python computes in ``function`` is computed once, here. It takes effect at the first repeat at the latest.
         """
 
 
 class CudaGraphs:
-    """Records functions as CUDA graphs, which share their memory: one replay is over before the next starts."""
+    """Records functions as CUDA graphs. These share one memory pool, as each replay ends before the next starts."""
 
     capturable = True
 

@@ -196,8 +196,8 @@ def _redistribute(
 
 
 def _memory(name: str, fix: str) -> Callable[..., object]:
-    """Returns a method in place of ``name``, which gives out memory: on our meshes it raises LayoutError with
-    ``fix``.
+    """Returns a method in place of ``name``, which gives out memory: on meshes of compiled modules it raises
+    LayoutError with ``fix``.
 
     ``data_ptr`` still works for torch's own code, which uses it to compare tensors.
     """
@@ -371,7 +371,7 @@ def _computed(
 def _beside_plain(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
-    """Runs ``op`` on DTensors and plain tensors; LayoutError unless those that it only reads are equal on all ranks."""
+    """Runs ``op`` on DTensors and plain tensors; LayoutError if a plain one that it only reads differs among ranks."""
     if any(not isinstance(x, DTensor) for x in writes):
         return on_unsharded(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))

@@ -67,8 +67,8 @@ class Event:
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def backward(self, used: frozenset[int]) -> Event:
-        """Returns the event for a backward of this event, which is a call. ``used`` has the indices of the outputs
-        that have gradients.
+        """Returns the event for a backward of the module call that this event describes. ``used`` has the indices of
+        the outputs that have gradients.
         """
         if used not in self._backwards:
             (_, does), *rest = self.lines

@@ -220,8 +220,8 @@ class ReplicatedSpec(DTensorSpec):
 
     @classmethod
     def mark(cls, spec: object) -> bool:
-        """Changes the class of ``spec`` to this one, in place, if it is a plain DTensorSpec of a replicated tensor.
-        Returns whether it was.
+        """Makes ``spec`` a `ReplicatedSpec`, in place, if it is a plain DTensorSpec of a replicated tensor. Returns
+        whether it was one.
         """
         if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
             return False

@@ -180,9 +180,7 @@ class GraphedStep:
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
 
     def _prepare(self) -> None:
-        """Makes the optimizer ``capturable``, and moves its step counts to the device, if the recorder needs this to
-        record its step.
-        """
+        """If the recorder requires it, makes the optimizer ``capturable`` and moves its step counts to the device."""
         if not self._recorder.capturable:
             return
         self._optimizer.defaults["capturable"] = True

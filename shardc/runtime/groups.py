@@ -417,8 +417,8 @@ def named(
 
 
 def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None = None) -> fx.Node | None:
-    """Finds the collective that raised ``error``, by its traceback. Returns its node in ``gm``, whether it failed at
-    the start or in the wait; None if no collective failed.
+    """Finds the collective that raised ``error``, at its start or in its wait, by the traceback. Returns the node in
+    ``gm`` that starts it; None if no collective failed.
 
     Args:
         segment: the part of ``gm`` that ran; by default all of it.

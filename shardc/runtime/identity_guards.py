@@ -201,8 +201,8 @@ class IdentityGuards:
             self._rows[id(container)] = container, tuple(container)
 
     def _attribute(self, owner: object, name: str) -> None:
-        """Adds a guard for the attribute ``name`` of ``owner``. If the instance does not have it, the guard is that
-        it stays so, and the class attribute is guarded.
+        """Adds a guard for the attribute ``name`` of ``owner``. If the instance lacks the attribute, guards that it
+        still does, and, unless ``owner`` is a module, the attribute of the class.
         """
         attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
         if name in attributes:

@@ -367,8 +367,8 @@ def _find_program(
     leaves: list[object],
     spec: pytree.TreeSpec,
 ) -> Executable:
-    """Returns the program for a call with local inputs, compiled if there is none. After `lower` was called, a call
-    must fit a program that `lower` compiled, except in train or eval mode and dynamic sizes; otherwise it raises.
+    """Returns the program for a call with local inputs, compiled if there is none. After `lower` was called, raises
+    InputError for a call that fits no program that `lower` compiled (train or eval mode and dynamic sizes may differ).
     """
     check_kinds(call.names, leaves, values=True)
     state.cache.mark(call.names, args, kwargs)

@@ -119,9 +119,9 @@ class _Originals:
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 
     def before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Hook before an optimizer's step. Gives the optimizer the new ones of parameters that `shardc.shard` replaced.
-        Warns if it has parameters of a model that was compiled, which get no gradients, while the compiled module's
-        have some.
+        """Hook before an optimizer's step. Puts new parameters in place of those that `shardc.shard` replaced
+        (`_replace`). Warns if the optimizer has parameters of a model that was compiled, which get no gradients, while
+        the compiled module's have some.
         """
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == sizes:
@@ -144,8 +144,8 @@ class _Originals:
             self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
-        """Puts the new parameters in ``optimizer``, in place, for those that `shardc.shard` has replaced. Raises
-        InputError if the optimizer has state for one already.
+        """Exchanges, in place, the parameters in ``optimizer`` that `shardc.shard` has replaced for the new ones.
+        Raises InputError if the optimizer has state for one already.
         """
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):

@@ -76,8 +76,8 @@ class CheckedParams:
         self._runs = runs
 
     def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``params`` need no new check: they have the same DTensor specs (objects) and devices as at the last
-        one.
+        """Whether ``params`` need no new check: they have the same DTensor specs (objects) and devices as those that
+        passed the last one.
 
         Args:
             runs: whether the module is about to run; an earlier check without ``runs`` does not suffice for that.
@@ -310,8 +310,8 @@ class ParamStore:
         self._checked = CheckedParams(params, runs)
 
     def compare_values(self, name: str) -> None:
-        """Raises MeshError if ranks that should hold a parameter or buffer alike have other values of it. Compares only
-        if values were written since the last comparison.
+        """Raises MeshError if ranks that should hold equal values of a parameter or buffer hold different ones.
+        Compares only if values were written since the last comparison.
 
         Args:
             name: name of the module.

@@ -75,8 +75,8 @@ class Ranges:
         ]
 
     def _module(self, segment: Segment) -> str:
-        """Returns a name for a segment: the common prefix of the modules that computed its results; if there is none,
-        "first to last" of these modules; "inputs" without modules.
+        """Returns a name for a segment: the common prefix of the names of the modules that computed its results, or
+        else "first to last" with the first and the last of them; "inputs" without modules.
         """
         results = [node for node in self.half.graph.nodes if node.name in {*segment.gives}]
         modules = [module.split(".") for node in results if (module := ir.info(node).origin.module)]

@@ -275,7 +275,7 @@ class Runner:
         return peaks
 
     def compiled(self, half: Half) -> Compiled:
-        """Returns the lowered graph. At first use, ranks compare the graphs of a step, and lower them together."""
+        """Returns ``half`` lowered. At first use, ranks compare the graphs of a step, and lower them together."""
         if half not in self._compiled:
             together = self.program.step() if half in self.program.step() else (half,)
             self._compile(together, partial(certificate_of, together))

@@ -133,8 +133,8 @@ def global_rows(
     rows: Rows | None,
     groups: Groups,
 ) -> list[Tensor]:
-    """Returns ``tensors`` with row numbers made global. An input that numbers rows of this rank's shard of another
-    input is shifted by the rows of the shards before.
+    """Returns ``tensors`` with row numbers made global: to an input that numbers rows of another input, counted in this
+    rank's shard, the number of rows in the shards before is added.
 
     Numbers outside the rank's rows become numbers outside the global rows, so that lookups refuse them. In a vector,
     the number of rows itself is allowed, as an end offset.

@@ -245,7 +245,7 @@ def _at(place: Place, base: Tensor) -> Tensor:
 
 
 def memory_of(x: object) -> int:
-    """Returns the address of the storage, equal for tensors that share memory; 0 for other values."""
+    """Returns the address of the storage of tensor ``x``, equal for tensors that share memory; 0 for other values."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return int(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else 0
 
@@ -316,7 +316,7 @@ def of_constant(node: fx.node.Argument) -> bool:
 
 
 def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
-    """Returns the view ops that compute ``node`` from ``source``; None if it is not a view of it."""
+    """Returns the view ops that compute ``node`` from ``source``; None if ``node`` is not a view of ``source``."""
     ops: list[Op] = []
     for above, op in _up(node) if isinstance(node, fx.Node) else ():
         if above is source:

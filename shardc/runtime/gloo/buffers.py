@@ -145,7 +145,9 @@ class Buffers:
 
     @contextmanager
     def planned(self, plan: MemoryPlan) -> Iterator[Window]:
-        """Context manager: results of collectives get the arena slots that ``plan`` assigns; yields their `Window`."""
+        """Context manager in which results of collectives get the arena slots that ``plan`` assigns; yields the
+        `Window` of these slots.
+        """
         for region, arena in self.arenas.items():
             arena.reserve(plan.size(region))
         stack = _stack()

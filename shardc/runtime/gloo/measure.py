@@ -100,8 +100,8 @@ class Sent(NamedTuple):
 
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
-    """Measures what collectives on ``group`` cost that run as direct messages, and returns it as `Sent`. Most times are
-    those of the fastest of ``runs`` runs of ``times`` calls each.
+    """Measures the costs of collectives that run as direct messages on ``group``, and returns them as `Sent`. Most
+    times are those of the fastest of ``runs`` runs of ``times`` calls each.
     """
     let_compute_first()
     ranks = dist.get_world_size(group)
