@@ -247,7 +247,8 @@ class Program(Executable):
 
     @typed()
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
-        """Returns the annotated graph after ``stage``; ``origins`` adds module, source line and cause to each line.
+        """Returns the annotated graph after ``stage`` as text; ``origins`` adds module, source line and cause to each
+        line.
 
         Of a folded model, stages before ``propagate`` show only the captured blocks.
         """

@@ -119,7 +119,9 @@ class Comparison:
 
     @property
     def noise(self) -> float:
-        """Return the uncertainty of the median in seconds: half of its notch (McGill, Tukey and Larsen, 1978)."""
+        """Return the uncertainty of the median in seconds: half of its notch (McGill, Tukey and Larsen, 1978). It is
+        inf with fewer than two timed steps.
+        """
         if len(self.timed) < 2:
             return float("inf")
         low, _, high = statistics.quantiles(self.timed, n=4)

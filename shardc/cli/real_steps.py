@@ -337,7 +337,9 @@ def _print_all(comparisons: list[Comparison]) -> None:
 
 
 def order(comparisons: list[Comparison]) -> list[str]:
-    """Return a line for each pair of plans whose measured times are not in the predicted order."""
+    """Return a line for each pair of plans whose measured times are not in the predicted order; if there is none, one
+    line that says so.
+    """
     lines = []
     for first, second in combinations(sorted(comparisons, key=lambda c: c.seconds[0]), 2):
         difference = first.seconds[1] - second.seconds[1]

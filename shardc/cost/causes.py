@@ -89,8 +89,8 @@ class Explainer:
         return replace(cause, entry=" | ".join(about(axes_of(node), self.entries)))
 
     def _cause(self, at: int) -> Cause:
-        """Return the `Cause` of the collective at position ``at``. Plan entries are left out if they only mention its
-        axes.
+        """Return the `Cause` of the collective at position ``at``. Its plan entry is that of a parameter that the
+        collective depends on, or "": entries that only mention the collective's axes are left to `cause`.
         """
         op, origin = self.step.ops[at], self.origins[at]
         if move_kind(op.node) is not None:

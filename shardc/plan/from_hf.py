@@ -124,7 +124,7 @@ def _of_experts(style: str) -> bool:
 
 def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
     """Return the model's own plan of this ``kind`` ("tp" or "ep"): key (module or parameter pattern) -> style. The plan
-    in its config, for the base model, is included.
+    in its config, for the base model, is included unless the model's plan already has such keys.
     """
     model_plan = dict(getattr(model, f"_{kind}_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")

@@ -102,8 +102,8 @@ class Target:
 
 
 def split_target(target: str) -> Target:
-    """Parse ``target``, the text by which a plan entry names an activation. Return its module glob, "input" or
-    "output", and the position or keyword of the tensor.
+    """Parse ``target``, the text by which a plan entry names an activation. Return a `Target`: module glob, "input" or
+    "output" (None if not said), and the position or keyword of the tensor.
 
         layers.*.attn                                   the first output of these modules
         layers.*.attn.input, layers.*.attn:input        the first input

@@ -181,7 +181,9 @@ def blocks_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.
 
 
 def _work(modules: Sequence[nn.Module]) -> int:
-    """Return the work of a pipeline stage: the number of weights by which each sample is multiplied."""
+    """Return the work of ``modules`` for each sample: the number of weights by which it is multiplied. Embeddings do
+    not count.
+    """
     return sum(p.numel() for module in modules if not isinstance(module, nn.Embedding) for p in _direct(module))
 
 

@@ -216,8 +216,8 @@ def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
 def _input(
     mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str, by_default: bool = False
 ) -> InputPlan:
-    """Return the layout that ``spec`` gives the input ``name``. Dims that the axes do not divide are padded, with a
-    warning.
+    """Return the layout that ``spec`` gives the input ``name``. A dim that its axes do not divide is padded, with a
+    warning; one with a single element is not split.
 
     Args:
         by_default: ``spec`` splits dim 0 over the batch axes, because no entry is about this input.

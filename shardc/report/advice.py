@@ -114,8 +114,8 @@ def advise(
 
 
 def _tries(program: Program, rules: set[str]) -> Iterator[Try]:
-    """Yield the changes of options or mesh that may remove findings of the lint ``rules`` (names such as
-    "exposed-axis").
+    """Yield the changes of plan, options or mesh that may remove findings of the lint ``rules`` (names such as
+    "exposed-axis"), each as a `Try`.
     """
     options = program.options
 

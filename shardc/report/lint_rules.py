@@ -346,7 +346,7 @@ def exposed_axis(subject: Subject) -> Iterator[Finding]:
 
 
 def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
-    """Yield findings about axes that cross nodes although an axis inside a node has less traffic."""
+    """Yield findings about axes that cross nodes although an axis inside a node has less than half of their traffic."""
     schedule = subject.schedule
     mesh, node = schedule.mesh, schedule.hardware.node
     totals = {axis: total for axis, total in schedule.totals("axis").items() if axis in mesh.axes}
@@ -365,7 +365,9 @@ def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
 
 
 def replicated_work(subject: Subject) -> Iterator[Finding]:
-    """Yield findings about matrix products that several ranks compute redundantly."""
+    """Yield findings about dense ops (matrix products, attention) that several ranks compute redundantly, at a large
+    share of the step's operations.
+    """
     weights = {ir.info(x).name: ir.layout(x) for x in ir.placeholders(subject.graph, "param")}
     for node, op in dense(subject.graph, subject.schedule.mesh):
         times = prod(op.times.values())
@@ -379,8 +381,8 @@ def replicated_work(subject: Subject) -> Iterator[Finding]:
 
 
 def _splits(weights: Mapping[str, Layout], module: str, axis: str) -> str:
-    """Return the plan entry, as text, that would split the matrix products of ``module`` over ``axis``. ``weights``
-    maps parameter -> storage layout.
+    """Return advice, as text, on how to split the matrix products of ``module`` over ``axis``: a plan entry, or what to
+    split. ``weights`` maps parameter -> storage layout.
     """
     weight = weights.get(f"{module}.weight")
     if weight is None or axis in {split_part(part)[0] for part in weight.axes}:
@@ -426,7 +428,7 @@ def _batch_axis(subject: Subject) -> tuple[str, int]:
 
 
 def low_precision_sum(subject: Subject) -> Iterator[Finding]:
-    """Yield findings about axes over which gradients are summed in half precision over many ranks."""
+    """Yield findings about axes of many ranks (16 or more) over which gradients are summed in half precision."""
     rows = [c for c in subject.schedule.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.ranks >= 16]
     low = [c for c in rows if c.dtype in ("bf16", "f16") and c.phase == "backward"]
     for axis, of in grouped(low, lambda c: c.axis).items():

@@ -312,8 +312,8 @@ class Search:
         return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of axes over which FSDP may split storage. The axes that the user's entries mention are
-        left out.
+        """Yield sets of axes over which FSDP may split storage, the largest first and the empty set last. Axes that the
+        user's entries mention are left out, and all axes if these entries split the batch.
         """
         mentioned = set(self.hand.axes)
         by_hand = any(entry.batch for entry in self.hand.entries)  # an ``fsdp`` entry would split the batch further
@@ -533,7 +533,9 @@ def _value(split: Split) -> float:
 
 
 def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
-    """Return the layouts in which ``fsdp(over)`` may store parameter ``name``, whose compute layout is ``compute``."""
+    """Return the layouts in which parameter ``name`` may be stored if ``fsdp(over)`` may split its storage:
+    ``compute``, its compute layout, and that split over ``over``, if this needs no padding.
+    """
     if not over:
         return [compute]
     plan = ParamPlan(compute, compute, compute.shape, 3, "", "")

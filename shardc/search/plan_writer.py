@@ -361,7 +361,9 @@ class Writer:
 
 
 def spec(layout: Layout) -> str:
-    """Return ``layout`` as text for a plan entry, with open sizes of complete dims, such as ``@dp, (3 _@tp), _``."""
+    """Return ``layout`` as text for a plan entry, such as ``@dp, (3 _@tp), _``. The size of each dim, or of the largest
+    of its sub-dims, is left open (``_``).
+    """
     dims = []
     for dim in range(layout.ndim):
         subs = layout.sub_dims(dim)

@@ -109,7 +109,8 @@ def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:
 def verify_halves(
     forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh, joint: fx.Graph | None = None
 ) -> None:
-    """Check forward and backward graph after partition, and that together they return the results of ``joint``.
+    """Check forward and backward graph after partition. If there is a backward, also check that together they return
+    the results of ``joint``.
 
     Backward may not repeat a collective whose result forward saves. Raises VerifyError, as `verify` does.
     """

@@ -122,7 +122,9 @@ def reimplemented(graph: fx.Graph, prints: Fingerprints, replaced: Mapping[str, 
 
 
 def _fingerprint(node: fx.Node, prints: Fingerprints) -> Fingerprint:
-    """Return the fingerprint (hash) of what an op computes, from the fingerprints ``prints`` of its operands."""
+    """Return the fingerprint (hash) of what an op computes, from the fingerprints ``prints`` of its operands; of a
+    coalesced collective, a list with one for each tensor.
+    """
     if node.target is WAIT or node.target in ops.MARKERS.values():
         return prints[node.args[0]]
     if node.target is getitem and isinstance(several := prints[node.args[0]], list):

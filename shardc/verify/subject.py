@@ -143,8 +143,8 @@ class Subject:
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """Return the `Value` (type and layout) of the stored tensor behind the output (``kind``, ``name``): of a
-        gradient's parameter or input, or of an updated buffer. None for other outputs.
+        """Return the `Value` (type and layout) of the stored tensor that the output (``kind``, ``name``) belongs to:
+        the parameter of a gradient, or the buffer that is updated. None for other outputs.
         """
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
