@@ -101,10 +101,8 @@ def result_bytes(node: fx.Node) -> int:
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns the nodes that only carry results of collectives to the output (waits, views, casts), as a dict: node ->
-    number of collectives before it.
-
-    These are waits, views, casts and sums of received terms, further collectives, and copies to the host.
+    """Returns the nodes that only carry results of collectives to the output (waits, views, casts, sums of received
+    terms, further collectives, copies to the host), as a dict: node -> number of collectives before it.
     """
     out: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -177,8 +175,8 @@ def priced(
     grad: Gradient | None,
     cost: Pricing,
 ) -> tuple[tuple[float, Strategy], ...]:
-    """Returns (seconds, strategy) for each strategy that follows from the operands' layouts. One of them always splits
-    nothing.
+    """Returns (seconds, strategy) for each strategy that follows from the operands' layouts. One of them splits
+    nothing, unless the plan requires a split.
 
     Memoised, so that repeated layers are priced once. The seconds are those of the reshards of operands, of later
     reductions, and of the compute of each rank.
@@ -212,7 +210,9 @@ def priced(
 
 
 def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:
-    """Returns the predicted compute seconds of each rank; 0 for an op that only moves data, such as a view."""
+    """Returns the predicted compute seconds of each rank, with the communication inside the op that compute does not
+    hide; 0 for an op that only moves data, such as a view.
+    """
     if spec.moves:
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
@@ -267,13 +267,8 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
 
 
 def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing) -> float:
-    """Returns the predicted exposed seconds of passing each rank's ``part`` bytes to all other ranks: in a ring beside
-    ``computed`` seconds of compute or, if that is None, by an all-gather before it.
-
-    Args:
-        axes: the mesh axes of the ranks.
-        part: bytes per rank.
-        computed: compute seconds of the op on one rank, which overlap with a ring; None for an all-gather before it.
+    """Returns the predicted exposed seconds of passing each rank's ``part`` bytes to all other ranks along ``axes``: in
+    a ring beside ``computed`` seconds of the op's compute or, if that is None, by an all-gather before it.
     """
     ranks = prod([mesh.size(axis) for axis in axes])
     if computed is None:

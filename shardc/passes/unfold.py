@@ -356,7 +356,8 @@ class _Unfolding:
     def _expanded(
         self, items: Iterable[T], block_of: Callable[[T], int | None], step: int = 1
     ) -> Iterator[tuple[T, int]]:
-        """Yields (item, blocks by which it moves) for the graph of all blocks; a copied item comes once per copy.
+        """Yields (item, number of blocks by which it moves) for each item of the graph of all blocks. An item of the
+        block to copy comes once per copy.
 
         Args:
             block_of: returns the block of an item; None for an item of no block.
@@ -509,10 +510,8 @@ class Names:
             self._families[family] = (stride, min(family_count[1], behind), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
-        """Returns the record of a node that is copied from the node of ``record``, ``shift`` blocks later.
-
-        Args:
-            placed: the node has a place in a period, so that it moves with its block.
+        """Returns the record of a node that is copied from the node of ``record``, ``shift`` blocks later; ``placed``:
+        the node has a place in a period, so that it moves with its block.
         """
         rename, origin, role = partial(self.node, shift=shift, placed=placed), record.origin, record.role
         return Info(

@@ -111,8 +111,8 @@ class Attention:
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
-        """Reports the entries that ask for a method and were applied to no kernel: raises PlanError if their modules
-        compute no attention, else warns.
+        """Reports the entries that ask for a method (ring or ulysses) and were applied to no kernel: raises PlanError
+        if their modules compute no attention, else warns.
         """
         for entry in self.entries:
             if entry.method not in ("ring", "ulysses") or entry in applied or self.mesh.size(entry.axis) == 1:
@@ -155,8 +155,8 @@ def _backwards(kernel: fx.Node) -> list[fx.Node]:
 
 
 def _supported(node: fx.Node) -> bool:
-    """Returns whether an op of ``shardc_attention`` can replace the kernel ``node``, which depends on dropout
-    and bias.
+    """Returns whether an op of ``shardc_attention`` can replace the kernel ``node``. Dropout, a causal mask beside a
+    bias, and a bias that needs a gradient prevent that.
     """
     arguments = arguments_of(node)
     wants_bias = (arguments.get("grad_input_mask") or [False] * 4)[3] and _bias(arguments) is not None
@@ -187,12 +187,6 @@ def _place(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
     """Turns the attention kernel ``node`` into the ``shardc_attention`` op of ``entries``, in place; ``around``: keys
     and values are passed from rank to rank (a ring) instead of gathered.
-
-    Args:
-        node: the kernel, forward or backward.
-        entries: the cp entries, one per axis.
-        around: whether keys and values are passed round the ring (else gathered).
-        names: gives the op its name.
     """
     arguments, record, old = arguments_of(node), ir.info(node), node.target
     query, key = arguments["query"], arguments["key"]

@@ -72,7 +72,7 @@ def _frozen(arguments: object) -> object:
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
-    """Returns the operand of an op that returns it unchanged, such as ``detach`` or ``alias``; None for other nodes."""
+    """Returns the operand of ``node``, an op that returns it unchanged, such as ``detach`` or ``alias``."""
     return node.args[0]
 
 
@@ -118,8 +118,8 @@ def _of_same_type(node: fx.Node) -> fx.Node | None:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """Returns the source of the ``copy`` ``node`` if the result has the same type and strides as the source, so that it
-    can take its place; else None.
+    """Returns the source of the ``copy`` ``node`` if the result has the type and strides of the source, so that the
+    source can take the place of ``node``; else None.
     """
     source = node.args[1]
     if not isinstance(source, fx.Node) or ir.value(source) != ir.value(node):

@@ -173,11 +173,8 @@ class _Quantiser:
         return self.options.scaled[ir.info(product).origin.module]
 
     def _quantise(self, product: fx.Node, x: fx.Node, dim: int | None, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """Inserts the float8 form of ``x`` before ``product``. Its scale is computed from maxima over ``dim``, or from
-        one maximum of the whole matrix (None). Returns (the float8 form, the maxima).
-
-        Args:
-            dim: the dim over which each maximum is taken; None for one maximum of the whole matrix.
+        """Inserts the float8 form of ``x`` before ``product``. Its scale is computed from maxima over ``dim`` (of
+        blocks of it with mxfp8), or from one maximum of the whole matrix (None). Returns (the float8 form, the maxima).
         """
         origin = ir.info(product).origin
         at = self.rewriter.before(

@@ -108,7 +108,7 @@ class _Sweep:
             self._choose_strategy(node)
 
     def _choose_strategy(self, node: fx.Node) -> None:
-        """Chooses the cheapest strategy of an op; an op without a rule is computed whole."""
+        """Chooses the cheapest strategy of an op. One without a rule or without tensor operands is computed whole."""
         call = call_of(node)
         operands = operands_of(node)
         spec = _fitting(node, call)
@@ -188,7 +188,7 @@ class _Sweep:
 
     def _warn_whole(self, node: fx.Node, axes: Collection[str] | None = None) -> None:
         """Warns that an op has no rule and is computed whole on every rank, or that its functions cannot be split over
-        ``axes``; raises RuleError if ``strict``.
+        ``axes``; raises RuleError instead if ``strict``. There is no warning if nothing is gathered for the op.
         """
         record = ir.info(node)
         gathered = [
@@ -316,9 +316,7 @@ class _Sweep:
 
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
         """Returns what users of ``node`` must change if it gets layout ``target``: (user, new strategy, extra seconds)
-        for each user that does not take it so yet. Returns None if one of them cannot.
-
-        None if one of the users cannot take it there.
+        for each user that does not read it in this layout yet. Returns None if one of them cannot.
         """
         out = []
         for user in node.users:
@@ -366,10 +364,8 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """Finds the nodes that lead, through linear ops, only to the gradient of one parameter. Returns node -> the layout
-    that it needs so that the gradient gets the parameter's compute layout.
-
-    From that layout the gradient gets the parameter's compute layout; None if it cannot be derived.
+    """Finds the nodes that linear ops carry to the gradient of one parameter and to nothing else. Returns node -> the
+    layout from which that gradient gets the parameter's compute layout without a reshard; None if it cannot be derived.
 
     Args:
         compute: parameter -> its compute layout.

@@ -87,11 +87,6 @@ class Objective:
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
     """Returns the factor that turns an input's gradient of the objective into a gradient of this rank's own loss;
     ``losses``: the axes along which ranks have different losses.
-
-    Args:
-        layout: layout of the input.
-        losses: axes along which the ranks have different losses.
-        reduce: "mean" or "sum", as in `Objective`.
     """
     size = _size(layout, [axis for axis in losses if (axis in layout.bound) == (reduce == "mean")])
     return size if reduce == "mean" else 1 / size
@@ -101,13 +96,8 @@ def unit_of(
     plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
 ) -> float:
     """Returns the factor by which the gradient of an input with ``layout`` is scaled when it leaves the program (see
-    `unit`). ``outputs``: the roles of the program's outputs.
-
-    Args:
-        plan_axes: batch axes of the plan.
-        reduce, own_losses: as in `Objective`.
-        outputs: roles of the program's outputs.
-        layout: layout of the input.
+    `unit`). ``plan_axes``: batch axes of the plan; ``outputs``: the roles of the program's outputs; the others as in
+    `Objective`.
     """
     bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
     return unit(layout, [axis for axis in plan_axes if axis in bound and own_losses], reduce)

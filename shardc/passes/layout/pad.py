@@ -187,7 +187,7 @@ class _Padder(PaddedValues):
 
     def _tag(self, node: fx.Node) -> None:
         """Copies a tag (the marker of a named activation). If the plan's axes do not divide the activation's sizes, the
-        new tag reads it padded.
+        new tag reads the padded activation.
         """
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -234,8 +234,8 @@ class _Padder(PaddedValues):
             self._keep(node, result, results[0], filling)
 
     def _keep(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
-        """Records ``result`` as the padded form of ``node``, and its ``padding``. ``filling``: the value in the
-        padding; None if it is undefined.
+        """Records ``result`` as the padded form of ``node``, and its ``padding``; as its plain form if nothing is
+        padded. ``filling``: the value in the padding; None if it is undefined.
         """
         if any(map(is_padded, padding)):
             self.padded[node] = Padded(result, padding, filling)

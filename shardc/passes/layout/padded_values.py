@@ -101,10 +101,6 @@ class Calls:
     def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
         """Returns ``x`` in the memory order that ``old`` had in the trace: ``x`` itself or a copy. If the order is
         unknown, it is contiguous. ``strides`` CONTIGUOUS: a contiguous ``x`` is accepted, too.
-
-        Args:
-            old: the operand in the traced graph; None if there is none.
-            strides: with ``CONTIGUOUS``, a contiguous ``x`` is returned as it is.
         """
         val, traced = self.val(x), _traced(old)
         if not isinstance(val, Tensor) or (strides == CONTIGUOUS and val.is_contiguous()):
@@ -209,7 +205,7 @@ class PaddedValues(Calls):
         return self.call(aten.slice.Tensor, x, dim, 0, run.true)
 
     def grown(self, x: fx.Node, padding: Padding) -> fx.Node:
-        """Returns the unpadded node ``x`` of the new graph, padded to ``padding`` with zeros."""
+        """Pads the unpadded node ``x`` of the new graph to ``padding`` with zeros; returns the result."""
 
         def grow(node: fx.Node, dim: int, run: Run) -> fx.Node:
             widths = [0, 0] * (len(self.shape(node)) - dim - 1) + [0, run.size - run.true]
@@ -222,10 +218,6 @@ class PaddedValues(Calls):
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
         """Returns ``x`` with its ``padding`` filled with ``wanted`` (None: any value will do); the padding holds
         ``now`` so far (None: undefined).
-
-        Args:
-            now: the value in the padding; None if undefined.
-            wanted: the new value; None if any will do.
         """
         if wanted is None or wanted == now:
             return x
@@ -289,10 +281,11 @@ PLAIN = {
 
 
 def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
-    """Returns the value for padded elements along ``factor`` (a loop of the op) that does not change the op's result.
+    """Returns the value for padded elements along ``factor`` (a loop of the op) that does not change the op's result;
+    None if no such value is known.
 
     It is zero if the op sums over the factor and is linear in some operand that has the factor: that operand is zero
-    there, and so is its term of the sum. None if no such value is known.
+    there, and so is its term of the sum.
     """
     if spec.routed is not None and factor == spec.routed.owners:
         return 0.0  # padded experts get no rows

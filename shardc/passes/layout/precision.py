@@ -61,8 +61,8 @@ class Precision:
         return gm
 
     def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
-        """Casts the gradient of parameter ``name`` to the dtype for reductions, reduces it, and casts it to the dtype
-        in which it is stored; returns the result.
+        """Casts the gradient of parameter ``name`` to the dtype for reductions, reduces it and, unless its reduction is
+        deferred, casts it to the dtype in which it is stored; returns the result.
         """
         # If a gradient is computed in another dtype than the parameter's, its last op is autograd's cast.
         computed = node = grad.args[0] if grad.target is _CAST else grad

@@ -85,9 +85,8 @@ def _under(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int
 
 
 def _in_memory(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values that are in memory anyway: arguments of ``graph`` and their views.
-
-    Values computed from parameters, buffers and constants alone count, too.
+    """Return the values that are in memory anyway: arguments of ``graph`` and their views, and what is computed from
+    parameters, buffers and constants alone.
     """
     alone: set[fx.Node] = set()
     in_memory: set[fx.Node] = set()

@@ -178,14 +178,11 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node]]:
-    """Returns what is gathered for ``param``, as node -> its users: the parameter, its cast to a smaller dtype, or its
-    float8 forms. ``padded``: whether the parameter is stored padded.
+    """Returns what is gathered for ``param``, as node -> its users: each of its float8 forms and, for other uses, its
+    cast to a smaller dtype if that is the only one, else the parameter. ``padded``: whether the parameter is stored
+    padded.
 
-    These are its float8 forms, which are quantised on shards, and for other uses its cast to a smaller dtype if that is
-    the only one, else the parameter.
-
-    Args:
-        padded: the parameter is stored padded. A form with a scale for each row or column is then not among these.
+    Float8 forms are quantised on shards. If ``padded``, a form with a scale for each row or column is not gathered.
     """
     forms = [user for user in param.users if user.target is QUANTISE and not (padded and ir.value(user.args[1]).shape)]
     of_shard = {*forms, *(x for form in forms for x in _magnitudes(form))}
@@ -196,8 +193,8 @@ def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node
 
 
 def _magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
-    """Returns the node of the absolute values from which the scale of ``form``, a float8 form of a parameter, is
-    computed. Returns () if ``form`` is not a float8 form.
+    """Returns a tuple of one node, the absolute values from which the scale of ``form`` (a float8 form of a parameter)
+    is computed. Returns () if ``form`` is not a float8 form.
     """
     if form.target is not QUANTISE:
         return ()

@@ -140,8 +140,9 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
 
 
 def furthest(fitting: Sequence[Reading]) -> Reading:
-    """Returns the earliest reading in ``fitting`` that says the same as the last one. The ops between the two only
-    permute or copy, so that nothing needs to undo them.
+    """Returns the first reading in ``fitting`` (nearest to the value) with the shift and the range of the last one. The
+    ops between the sources of the two only permute or copy, so a rewrite can start from the nearer source and keep
+    them.
     """
     last = fitting[-1]
     same = (last.by, last.begin, last.end, last.length)
@@ -266,10 +267,11 @@ def few(count: int, size: int) -> bool:
 
 
 def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a slice by a shift, by an equal value, or, if it has few elements, by the op ``edge`` of
-    ``shardc_window``.
+    """Replaces a slice by a shift, or by the earlier value that it equals (`_shift`). Any other slice of few elements
+    is replaced by the op ``edge`` of ``shardc_window``.
 
-    A slice of the last dim stays if a factor divides its begin and size and the dim's: an axis can split by that.
+    A slice of the last dim stays if one factor divides its begin, its size and the size of the dim: an axis can then
+    split both by this factor.
     """
     piece = None if _shift(rewriter, node) else sliced(node)
     if piece is None:
@@ -374,7 +376,9 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
-    """Returns whether all users of ``node`` slice it from ``begin`` to ``end`` along ``dim``."""
+    """Returns whether all users of ``node`` slice it from ``begin`` to ``end`` along ``dim``, at once or behind
+    transposes and copies. True for any users if this is the whole dim.
+    """
     if (begin, end) == (0, ir.value(node).shape[dim]):
         return True
     for user in node.users:

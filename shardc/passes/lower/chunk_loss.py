@@ -92,8 +92,6 @@ def _chunks_in_model(head: fx.Node) -> int:
 def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str:
     """Returns the region of nodes to compute in chunks, from the logits ``heads`` on, with the least possible number of
     chunks (at least ``chunks``). If it cannot be cut, returns the reason as text.
-
-    If none works, returns the reason as text.
     """
     other = next((head.target for head in heads if head.target not in (aten.mm.default, aten.addmm.default)), None)
     if other is not None:
@@ -299,8 +297,6 @@ class _Loops(ChunkRewriter):
     def _write(self, loop: list[fx.Node], before: fx.Node) -> None:
         """Writes one loop before the node ``before``: all of the nodes ``loop`` for the first chunk, then all for the
         next chunk, and so on.
-
-        They are inserted before the node ``before``.
         """
         region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
         read = {x: None for node in loop for x in node.all_input_nodes}
@@ -349,8 +345,9 @@ class _Loops(ChunkRewriter):
         return self.recomputed[x]
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node, phase: str = "") -> fx.Node:
-        """Inserts chunk ``number`` of ``node`` before the node ``before``; returns it. A chunk of logits is made to
-        wait until the previous chunk is done, which limits memory.
+        """Inserts chunk ``number`` of ``node`` before the node ``before``; returns it. ``phase``: the phase of the
+        chunk, by default that of ``node``. A chunk of logits waits until the previous chunk is done, which limits
+        memory.
         """
         piece = super()._piece(node, number, before, phase)
         if node in self.region.heads and self.done:

@@ -289,7 +289,9 @@ class Collectives:
         rewriter.replace(reshard, last)
 
     def _steps(self, src: Layout, dst: Layout, itemsize: int) -> tuple[Step, ...]:
-        """Returns the cheapest steps from ``src`` to ``dst``."""
+        """Returns the cheapest steps from ``src`` to ``dst``. With ``per_microbatch``, a pending sum over microbatches
+        is done last if other steps split the value into shards.
+        """
         time, pending = src.mesh.time, dict(src.partial)
         if not (self.per_microbatch and time in pending and set(dst.bound) - set(src.bound)):
             return steps(src, dst, itemsize, self.cost)

@@ -170,8 +170,8 @@ class Decompose:
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Returns whether ``node`` is a collective of an activation (not of a parameter) on whose result a matrix product
-    depends.
+    """Returns whether ``node`` is a gather or reduction of an activation (not of a parameter) on whose result a matrix
+    product depends.
     """
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
@@ -268,8 +268,8 @@ class _Cuts:
     # --- the choice of nodes
 
     def _mark(self, starts: set[fx.Node]) -> None:
-        """Enters in ``cuts`` the collectives ``starts``, in graph order, and the nodes that are computed in chunks with
-        them.
+        """Enters in ``cuts`` (node -> its chunks) the collectives ``starts``, in graph order, and the nodes that are
+        computed in chunks with them.
         """
         for node in self.graph.nodes:
             if node in starts:
@@ -281,8 +281,8 @@ class _Cuts:
                     self.cuts[node] = cut
 
     def _enter(self, node: fx.Node) -> None:
-        """Divides a collective, and the ops that compute its input, into chunks. Of the dims that are possible, takes
-        the one whose chunks are in the fewest contiguous blocks.
+        """Enters a collective in ``cuts``, with the ops that compute its input, or in ``stopped``, with the reason. Of
+        the dims that can be divided, takes the one whose chunks are in the fewest contiguous blocks.
         """
         source: fx.Node = arguments_of(node)["input"]
         if source in self.cuts:
@@ -310,8 +310,9 @@ class _Cuts:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
     def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
-        """Yields the possible ways to divide a collective's result into chunks, one `ChunkSpec` for each dim that the
-        number of chunks divides.
+        """Yields the ways to divide the result of a collective into chunks: a `ChunkSpec` for each dim whose size the
+        number of chunks divides (for dim 0 of an all-gather, the size that each rank contributes). A tensor of one dim
+        has none.
         """
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1

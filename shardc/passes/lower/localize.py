@@ -125,8 +125,8 @@ def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
-    """Returns the true size of a dim that may have grown to ``size`` by padding. ``dim``: its number if the dims of all
-    operands of ``node`` are counted through.
+    """Returns the size without padding of dim ``dim`` of the operands of ``node``; ``size`` is its size with padding.
+    The dims of all operands are numbered consecutively, those of the first operand first.
     """
     sizes = ir.info(node).true_sizes
     return size if sizes is None else sizes[dim]
@@ -247,5 +247,5 @@ class Emitter(Calls):
         return self.graph
 
     def _record(self, node: fx.Node, name: str, like: Info) -> None:
-        """Gives ``node`` a record like ``like``, with a fresh name and its local type."""
+        """Gives ``node`` a record (`Info`) like ``like``, with a fresh name and its local type."""
         ir.set_info(node, replace(like, name=self.names.fresh(name), value=ir.value_of(node.meta["val"])))

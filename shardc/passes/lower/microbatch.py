@@ -153,7 +153,7 @@ class Microbatch:
         return [*first, *grads], rest
 
     def _check(self, graph: fx.Graph) -> None:
-        """Raises PlanError if an op that is no all-reduce or all-gather communicates over the axis of microbatches."""
+        """Raises PlanError for a collective over microbatches that is no all-reduce or all-gather over them alone."""
         for node in graph.nodes:
             axes = _axes(node)
             if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _in_time(node, self.mesh):
@@ -319,7 +319,7 @@ class _Cut:
         self._set_levels()
 
     def _set_levels(self) -> None:
-        """Sets the level of each node: the number of loops before the body that have to end before it is computed."""
+        """Sets ``level``, the number of loops that must have run before a node is known, and ``reads_gradients``."""
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
@@ -333,7 +333,7 @@ class _Cut:
         return max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
-        """Returns what the first loop keeps of each microbatch, so that later loops need not run layers again."""
+        """Returns the values that the first loop keeps of each microbatch, so that later ones need not run layers."""
         later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
         needed: set[fx.Node] = set()
         work = list(later)
@@ -557,12 +557,11 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
 
 def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
     """Cuts a graph out of ``graph``: returns the one that computes ``results`` and takes the values ``cuts`` as
-    arguments. Only backward reads those in ``late``.
+    arguments. ``late``: those of ``cuts`` that only backward reads, as it reads gradients of outputs.
 
     Args:
         results: (role, node or constant) of each output.
         cuts: value -> its role as an argument.
-        late: those of ``cuts`` that only backward reads, as it reads gradients of outputs.
     """
     needed: set[fx.Node] = set()
     work = [x for _, x in results if isinstance(x, fx.Node)]

@@ -106,8 +106,8 @@ def _goes_to_host(node: fx.Node) -> bool:
 
 
 def _by_stride(node: fx.Node) -> list[int] | None:
-    """Returns the dims of ``node`` in the order of their strides, the largest first. None if this is the order of the
-    dims.
+    """Returns the dims of ``node`` in the order of their strides, the largest first. None if the dims are in this order
+    already.
     """
     strides = node.meta["val"].stride()
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])

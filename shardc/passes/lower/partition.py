@@ -86,7 +86,9 @@ class Partition:
         return forward, backward
 
     def _mark(self, param: fx.Node, level: int) -> None:
-        """Marks the gathers of a parameter as saved (levels 1 and 2) or recomputed (level 3)."""
+        """Marks the gathers of a parameter as saved (levels 1 and 2) or recomputed (level 3). If a slice of the
+        parameter is kept (`KeepPart`), the slice is saved, and only what is computed from it is marked by level.
+        """
         chain = moved_alone(param)
         if not any(communicates(node.target) for node in chain):
             return
@@ -143,8 +145,8 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def send_once(graph: fx.Graph) -> None:
-    """Merges equal collectives of the same input in ``graph``, in place, and then equal casts and views of their
-    results.
+    """Merges equal collectives and waits of the same input in ``graph``, in place, and equal casts and views that are
+    no outputs.
 
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
     ops that read these.

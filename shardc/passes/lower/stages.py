@@ -78,8 +78,6 @@ class Stages:
     def _openings(self, parts: Phases, gathered: Mapping[str, frozenset[str]]) -> tuple[StagedLoop | None, ...]:
         """Cuts the loops that run before the forward into stages; returns a `StagedLoop` for each, or None for a loop
         that every rank runs as a whole.
-
-        None stands for a loop that all ranks run.
         """
         out: list[StagedLoop | None] = []
         places: dict[str, int] = {}  # value that later loops take -> its stage
@@ -271,7 +269,9 @@ class _Assignment:
         return out
 
     def _addends(self, x: fx.Node) -> list[fx.Node]:
-        """Returns the operands of ``x`` if it is a sum of values of its own shape and dtype; else ``x``."""
+        """Returns the terms of ``x`` if it is a sum of two values of its shape and dtype that nothing else reads, with
+        such sums among them taken apart in turn; else [``x``].
+        """
         operands = x.all_input_nodes
         is_sum = x.target is torch.ops.aten.add.Tensor and len(operands) == len(x.args) == 2 and not x.kwargs
         like = [(y.meta["val"].shape, y.meta["val"].dtype) for y in (x, *operands)] if is_sum else []
@@ -317,13 +317,13 @@ class _Assignment:
         return min([*operands, *([] if module is None else [module])])
 
     def _owner(self, params: Iterable[str]) -> int:
-        """Returns the last of the stages of the parameters ``params``."""
+        """Returns the last of the stages that store the parameters ``params``."""
         return max(self.stages.first[name] for name in params)
 
 
 def _gathers_by_stage(parts: Phases) -> Phases:
-    """Returns ``parts`` with the gathers that run once for all microbatches in the field ``gathers``. Each stage then
-    runs its own part of them.
+    """Moves the gathers that run once for all microbatches from the loops of ``parts`` to its field ``gathers``, so
+    that each stage can run its own part of them. Returns the changed parts.
     """
     alone = [loop for loop in parts.openings if loop.body is None]
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts

@@ -89,7 +89,7 @@ class Group:
         return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
 
     def _wire(self, kind: str, x: Value) -> int:
-        """Returns the bytes that each rank receives in a collective of ``kind``."""
+        """Returns the bytes that each rank sends in a collective of ``kind``."""
         return wire_elements(kind, self.ranks, prod(x.shape)) * x.itemsize
 
 
@@ -120,19 +120,21 @@ class Spelling:
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
-        """Inserts a call of ``target`` before the collective's wait, where nodes go that use the result; returns the
-        call.
+        """Inserts a call of ``target`` before the collective's wait, the place for nodes that use the result; returns
+        the call.
         """
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:
-        """Returns ``pieces`` [ranks, ...] reduced over dim 0 by the collective's reduce op, before the wait."""
+        """Inserts, before the wait, the reduction of ``pieces`` [ranks, ...] over dim 0 by the collective's reduce op;
+        returns the result.
+        """
         target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
         return self.rest(target, pieces, dims, **kwargs)
 
     def behind(self) -> Spelling:
-        """Returns the places for a second collective, which starts after the first one has arrived: both are before the
-        wait.
+        """Returns the places for a second collective, which starts after the first one has arrived: all its nodes go
+        before the wait of the collective that is replaced.
         """
         return replace(self, node=self.wait)
 

@@ -226,8 +226,8 @@ class _Open:
         return max(self.first, self.ready + 0.5)
 
     def takes(self, other: _Open, limit: int) -> bool:
-        """Returns whether the bucket ``other`` can join this one: together they have at most ``limit`` bytes, and all
-        inputs are there before the first use of a result.
+        """Returns whether the bucket ``other`` can join this one: this one is not closed, together they have at most
+        ``limit`` bytes (-1: no limit), and all inputs are there before the first use of a result.
         """
         fits = limit < 0 or self.size + other.size <= limit
         place = max(self.first, self.ready + 0.5, other.ready + 0.5)

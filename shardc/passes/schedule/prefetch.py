@@ -69,8 +69,8 @@ def _is_maximum(start: fx.Node) -> bool:
 
 def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> set[fx.Node] | None:
     """Returns the ops before the collective ``start`` that can move together with it, back to inputs or to ops in
-    ``free`` (which can move already). Returns None if these ops hold too many bytes (unless ``any_size``) or something
-    else reads their results.
+    ``free`` (which can move already). Returns None if these ops hold too many bytes (unless ``any_size``), or if other
+    ops read the result of one that is not small.
     """
     ops: set[fx.Node] = set()
     left = inf if any_size else max(SMALL, 2 * result_bytes(start))
@@ -113,9 +113,6 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
     Args:
         priority: position of each node in the new order, changed in place.
         limit: bytes that may be in flight; -1 for no limit.
-
-    Returns:
-        (entry, gather, op that it has to precede) of each such gather.
 
     Raises:
         PlanError: an entry needs more bytes in flight than ``limit``.

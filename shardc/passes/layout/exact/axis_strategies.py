@@ -132,8 +132,8 @@ class Closure:
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
-        """Returns those of an op's strategies (``ways``) that send rows to experts as the plan requires. If none does,
-        returns all.
+        """Returns those of an op's strategies (``ways``) that the plan allows for an op with a `Routed`, such as routed
+        experts. If it allows none, returns all.
         """
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
@@ -168,8 +168,8 @@ class Closure:
                 self._learn_routed(node, spec, dict(split))
 
     def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
-        """Adds strategies of an op that sends rows to experts, in which the axis splits rows and experts together: one
-        is split as in ``split``, the other as in a known strategy.
+        """Adds strategies of an op with a `Routed` (a pair of factors that one axis may split together, such as tokens
+        and experts), in which the axis splits both: one factor as in ``split``, the other as in a known strategy.
         """
         if spec.routed is None:
             return
@@ -293,7 +293,6 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
     ``inner``. Returns None if the sizes do not divide.
 
     An axis splits the dim at its own stride; if an axis of ``outer`` splits there already, inside that one's shards.
-    None if the sizes do not divide.
     """
     spans = _spans(outer)
     for top, bottom, axis in _spans(inner):

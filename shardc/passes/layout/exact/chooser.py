@@ -386,8 +386,8 @@ class OpenLayoutProblem(LayoutProblem):
     # --- reading a solution
 
     def stored(self, labels: Sequence[int]) -> dict[str, Stored]:
-        """Returns open parameter -> its (compute layout, storage layout) in the solution ``labels``, one label per
-        variable.
+        """Returns name of an open parameter -> its (compute layout, storage layout) in the solution ``labels``, one
+        label per variable.
         """
         return {ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()}
 
@@ -523,9 +523,7 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
 
 
 def _rows(layout: Layout, axes: Sequence[str]) -> Layout:
-    """Returns ``layout`` with dim 0 split over ``axes``. If the sizes of the axes do not divide dim 0, returns it
-    unchanged.
-    """
+    """Returns ``layout`` with dim 0 split over ``axes``; ``layout`` itself if their sizes do not divide dim 0."""
     split: Layout | None = layout
     for axis in axes:
         split = split.split(0, axis) if split is not None and layout.ndim else split

@@ -140,8 +140,8 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
 
 
 def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Returns a table [from, to] of the predicted seconds to reshard between any two of ``layouts``, by the cheapest
-    way, which may lead over others of them.
+    """Returns a table [from, to] of the predicted seconds to reshard between any two of ``layouts``: directly or by way
+    of others of them, whichever is cheapest.
     """
     table = _direct(layouts, itemsize, cost)
     for middle in range(len(layouts)):

@@ -219,7 +219,8 @@ def kernel_seconds(
     node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], traffic: Traffic, cost: Pricing
 ) -> Table:
     """Returns the predicted seconds of an op's kernel on a rank under each of ``strategies``: a roofline of operations
-    and memory traffic.
+    and memory traffic, and for a dense op the communication inside it that compute does not hide. They are 0 without a
+    rule.
     """
     if spec is None:
         return np.zeros(len(strategies))
