@@ -320,8 +320,8 @@ class SizedProgram(Program):
         return graph
 
     def _for(self, used: frozenset[int]) -> Program:
-        """Return the program that computes gradients only of the outputs with indices ``used``, at this program's
-        sizes. If the family has none, one is compiled for these sizes alone.
+        """Return the variant of this program, at the same sizes, for steps in which only the outputs with indices
+        ``used`` have gradients. If the family has none, one is compiled for these sizes alone.
         """
         try:
             return type(self)(self.family.using(used), self.sizes)

@@ -269,14 +269,15 @@ def shard_of(x: DTensor, whole: Tensor) -> Tensor:
 
 
 def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
-    """Returns ``whole``, an unsharded tensor, as a DTensor in the layout of ``x``. That layout has no pending sums."""
+    """Returns ``whole``, an unsharded tensor, as a DTensor in the layout of ``x``, which must have no pending sums."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
     return DTensor(shard_of(x, whole), spec, requires_grad=False)
 
 
 def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: OpOverload) -> None:
-    """Checks that plain ``tensors``, used with DTensors in ``op``, are equal on all ranks of the mesh; one collective.
+    """Raises LayoutError unless plain ``tensors``, used with DTensors in ``op``, are equal on all ranks; one
+    collective.
 
     Tensors of one element are not compared, like Python numbers.
 

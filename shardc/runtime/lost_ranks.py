@@ -128,9 +128,7 @@ class LostRanks:
             call(store)
 
     def answer(self, store: dist.Store) -> None:
-        """Publishes in the store that this rank is alive. The listener thread calls this when another rank calls the
-        roll.
-        """
+        """Publishes in the store that this rank is alive. The listener thread calls this when a rank calls the roll."""
         store.set(f"{self._roll}{self.rank}", "")
         store.add(f"{self._roll}answers", 1)
 

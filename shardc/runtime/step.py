@@ -181,8 +181,8 @@ class Runner:
         self._step_event = Event((("event", "run of the stages"),))
 
     def using(self, program: Executable) -> Runner:
-        """Returns a runner of ``program``, a variant of this runner's program with gradients of other outputs.
-        Variants are cached.
+        """Returns a runner of ``program``, a variant of this runner's program for backwards in which other outputs have
+        gradients. Runners of variants are cached.
         """
         if program is self.program:
             return self
@@ -191,7 +191,7 @@ class Runner:
         return self._others[id(program)]
 
     def backward_of(self, used: frozenset[int]) -> Half:
-        """Returns the backward graph that computes only the gradients of outputs with indices ``used``."""
+        """Returns the graph of a backward in which only the outputs with indices ``used`` have gradients."""
         whole = self.half(BACKWARD)
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
         if used >= every:

@@ -164,8 +164,8 @@ class Buffers:
         self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns a tensor for a collective's result. It lies in the arena memory of ``slot``, or in new memory if
-        the slot is in use.
+        """Returns a tensor for a collective's result. It lies in the arena memory of ``slot``, or in new memory if the
+        slot has none or is in use.
 
         Args:
             like: a tensor of the result's dtype and device.

@@ -1,4 +1,4 @@
-"""`Listener`: a thread that reads the messages of other ranks, and functions that interrupt this rank."""
+"""`Listener`: a thread that reads the messages that ranks send each other, and functions that interrupt this rank."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Listener(Thread):
             self._tell(END)
 
     def _tell(self, entry: str) -> None:
-        """Passes a message of another rank, ``entry``, to the method ``heard``, unless the object of that method is
-        gone.
+        """Passes ``entry`` (a message from the log, `NOTHING` or `END`) to the method ``heard``, unless the object of
+        that method is gone.
         """
         heard = self._heard()
         if heard is not None:
