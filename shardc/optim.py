@@ -237,8 +237,8 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[WholeParameter]:
-        """Sends parameters and gradients to the ranks that own the parameters, each of which updates its own whole.
-        Returns, on all ranks, the owned parameters that have gradients.
+        """Sends parameters and gradients to the ranks that own the parameters; an owner updates the whole tensor.
+        Returns, on all ranks, the whole parameters that have gradients.
         """
         grads = [(x, x.param.grad) for x in self._whole]
         used = [x for x, grad in grads if grad is not None]

@@ -130,8 +130,8 @@ class MicrobatchCut(StepCut):
         self.used = by_default if self.wanted is None else self.wanted
 
     def _loss(self, graph: fx.Graph) -> int | None:
-        """Returns the index of the output that is the loss: the first scalar output with a gradient that is not split
-        over microbatches. None if there is none.
+        """Returns the index of the output that is the loss: the first scalar output that has a gradient and is not
+        split over microbatches. None if there is none.
         """
         for role, x in ir.outputs(graph):
             if role.kind == "output" and isinstance(x, fx.Node) and role.index in self.tangents:

@@ -197,8 +197,9 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield the states that differ from ``state`` in that some axis parts from index ``part`` on split locations
-        ``inside``. The sizes of those parts multiply to ``left``; locations in the bit mask ``blocked`` are not used.
+        """Yield the states that differ from ``state`` in that some axis parts from index ``part`` on split locations of
+        the list ``inside``. The sizes of those parts multiply to ``left``; locations in the bit mask ``blocked`` are
+        not used.
 
         Args:
             inside: locations that are allowed.

@@ -52,7 +52,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _merge(of: list[Finding]) -> Finding:
-    """Return one finding that replaces the list ``of`` equal findings about repeated layers. Costs are added up, and
+    """Return one finding that replaces ``of``, a list of equal findings about repeated layers. Costs are added up, and
     name parts that differ become ``*``.
     """
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}

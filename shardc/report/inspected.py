@@ -115,7 +115,9 @@ class InspectedProgram(Program):
     def _predicted(
         self, described: Hardware, order: str, optimizer_copies: float, skew: float
     ) -> Callable[..., Schedule]:
-        """Return a function that predicts a sequence of this program's ops, with these arguments of `schedule`."""
+        """Return a function that predicts a sequence of this program's ops on the hardware ``described``. The other
+        arguments are as for `schedule`.
+        """
         shown: Any = self.shown
         folded, mesh = shown.folded, _whole_mesh(shown)
         useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in shown.joint.flops)

@@ -132,8 +132,8 @@ class Border:
         return self.gradient == self.pin
 
     def agrees(self, now: Border) -> bool:
-        """Return whether the boundary needs no pin: by ``now``, its layouts without one, value and gradient already
-        have the layouts that this border's pin would give them.
+        """Return whether ``now``, the present layouts at the boundary, already are those that this border's pin would
+        give value and gradient.
         """
         return self.pin in (now.computed, now.need) and (
             not self.holds_gradient or now.gradient in (None, self.gradient)

@@ -116,7 +116,7 @@ def _names(captured_model: CapturedModel, forward: Half) -> list[str]:
 
 
 def _part_name(names: Sequence[str], module: str) -> str:
-    """Return which of the model's parts ``names`` has the module or value called ``module``.
+    """Return the name of the model's part, one of ``names``, that contains the module or value called ``module``.
 
     What is in a block and in none of its parts counts to the first part of the block. Everything else counts to the
     last part of all.
@@ -131,7 +131,7 @@ def _part_name(names: Sequence[str], module: str) -> str:
 
 
 def _part(names: Sequence[str], node: fx.Node) -> str:
-    """Return which of the model's parts ``names`` an op or value, ``node``, is in."""
+    """Return the name of the model's part, one of ``names``, that contains the op or value ``node``."""
     record = ir.info(node)
     return _part_name(names, record.origin.module or record.name)
 

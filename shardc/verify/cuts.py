@@ -163,8 +163,8 @@ def in_stages(whole: fx.Graph, parts: Graphs) -> tuple[str, str] | None:
 def in_time(
     graphs: Sequence[fx.Graph], up: Sequence[Collection[str]], down: Sequence[Collection[str]]
 ) -> tuple[str, str] | None:
-    """Return (stage, reason) for the first value that a stage needs and does not get in time, over the boundaries to
-    later stages (``up``) or to earlier ones (``down``); None if all values arrive in time.
+    """Return (stage, reason) for the first value that a stage needs and that does not reach it in time; None if all do.
+    Values cross to later stages as ``up`` says, and to earlier ones as ``down`` says.
 
     A value of an earlier stage comes with the forward, over all boundaries between the two; one of a later stage comes
     with the backward, and no result of the forward depends on it.
