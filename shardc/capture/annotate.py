@@ -83,7 +83,9 @@ def annotate(
 
 
 def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
-    """Casts parameters and buffers from their stored dtype to the traced one, and their gradients and updates back."""
+    """Casts parameters and buffers, in the graph, from their stored dtype to the traced one. Casts their gradients and
+    new values back to the stored dtype.
+    """
     output, rewriter = ir.output_node(graph), GraphRewriter(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in [*ir.placeholders(graph, "param"), *ir.placeholders(graph, "buffer")]:

@@ -39,8 +39,8 @@ def pad_at_the_begin(gm: fx.GraphModule) -> None:
 
 
 def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
-    """Rewrites the convolution ``conv`` to pad the front only, and removes the slices that cut off its end. Changes
-    nothing if it is not causal.
+    """Rewrites the convolution ``conv`` to pad the front only, and removes the slices that cut off the end of its
+    result. Changes nothing if the convolution is not causal.
     """
     arguments = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight = _shape(arguments["input"]), _shape(arguments["weight"])
@@ -108,8 +108,8 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
 
 
 def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
-    """Return where ``user``, a transpose or a pointwise function, has dim ``dim`` of its operand in its result. None
-    for other calls; ``rank`` is the operand's number of dims.
+    """Return the position, in the result of ``user``, of dim ``dim`` of its operand. None if ``user`` is neither a
+    transpose nor a pointwise function of one operand; ``rank`` is the operand's number of dims.
     """
     if user.target in _POINTWISE or user.op == "call_method" and user.target in _POINTWISE_METHODS:
         return dim if len(user.all_input_nodes) == 1 else None

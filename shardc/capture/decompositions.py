@@ -121,7 +121,7 @@ class _Elements:
         return self._permuted(flat, _inverse(order))
 
     def insert_write(self) -> fx.Node:
-        """Inserts ops that write ``src`` to the elements. Returns the node of the base after the write."""
+        """Inserts ops that write the op's ``src`` to the elements. Returns the node of the base after the write."""
         assert self.source is not None
         if not prod(self.size):
             return self.tensor
@@ -136,8 +136,8 @@ class _Elements:
         return result
 
     def _through_all(self) -> list[int] | None:
-        """Return the op's dims in order of stride, the largest first, if the op reads each element of the base exactly
-        once. Else return None.
+        """Return the dims of the ``as_strided`` op in order of stride, the largest first, if the op reads each element
+        of the base exactly once. Else return None.
         """
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]

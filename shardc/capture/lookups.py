@@ -1,4 +1,4 @@
-"""Rewrites lookups that read all places of a dim in order (by ``arange``) as ops that have the dim itself.
+"""Rewrites lookups that read all places of a dim in order (by ``arange``) as ops on that dim, without an index for it.
 
 ``x[b, i]`` with ``b = arange(x.shape[0])[:, None]`` reads entries of each row in the order of the rows. As a lookup it
 leaves a pending sum where rows are split; written as a dim it does not. If ``i`` is another one for each row, as in

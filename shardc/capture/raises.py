@@ -138,7 +138,7 @@ def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: o
 
 
 def _is_dependent(constraint: object) -> bool:
-    """Return whether a constraint of a distribution depends on its other parameters."""
+    """Return whether a constraint on a parameter of a distribution depends on the distribution's other parameters."""
     return isinstance(constraint, constraints._Dependent)
 
 

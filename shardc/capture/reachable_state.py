@@ -128,8 +128,8 @@ class ReachableState:
             container.restore()
 
     def absent(self) -> set[Read]:
-        """Return a guard for each attribute that code asks for by ``getattr`` or ``hasattr`` but the object does not
-        have.
+        """Return a guard for each attribute that an object of a user's class lacks and that code may ask for by
+        ``getattr`` or ``hasattr``.
         """
         return {Read(at, "own", name) for at, x in self._open for name in self._queried if not hasattr(x, name)}
 

@@ -1,4 +1,4 @@
-"""Finds repeated blocks of a model: successive children of a container that compute the same at the same shapes.
+"""Finds repeated blocks of a model: successive children of a container that do the same computation at the same shapes.
 
 Runs the model on fake tensors, without tracing it, and records every torch function that it calls. Two blocks are
 equal if they have equal tensor metadata, call the same functions on corresponding tensors, and get their arguments in

@@ -301,7 +301,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """Computes `F.embedding_bag` by lookups and a reduction, which can be split over bags and table rows, if all bags
-    have the same size (rows of ``input``). Other cases are left to torch.
+    have the same size (rows of ``input``). Bags of other sizes, and options such as ``max_norm`` and ``sparse``, are
+    left to torch.
     """
     even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
     plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq

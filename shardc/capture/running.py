@@ -200,7 +200,7 @@ class Run:
         return memories, owners, [*self._changes(changed, texts), *prints(self.codes)]
 
     def reads(self) -> Reads:
-        """Return guards on all Python values that the code that ran is known to read."""
+        """Return the `Reads`: guards on all Python values that the code that ran is known to read."""
         guards = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
         traced = {code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in self.codes}
         ordered = sorted(guards, key=lambda read: (read.expression, read.what, repr(read.key)))

@@ -211,7 +211,7 @@ class _Loop:
 
     def _reads(self, at: int) -> bool:
         """Check the operands of call number ``at``, in all segments: return whether a scan's step can read them. Adds
-        their roles to ``roles``.
+        to ``roles`` what each operand is to the scan (a carry, a slice or the same in all steps).
         """
         calls = [nodes[at] for nodes in self.segments]
         self.roles.append([])
@@ -499,7 +499,7 @@ _COLLECTORS = (torch.stack, *_JOINS)
 
 @dataclass(frozen=True)
 class _At:
-    """Inserts calls into ``graph`` before ``node``. They get the source line and module of ``node``."""
+    """Inserts calls into ``graph`` before ``node``. The calls get the source line and module of ``node``."""
 
     graph: fx.Graph
     node: fx.Node

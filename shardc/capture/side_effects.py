@@ -85,8 +85,8 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 @dataclass(frozen=True)
 class Change:
-    """A change of Python state by forward: an attribute or global that it sets, or a list or dict in one that it
-    changes.
+    """A change of Python state by forward: it sets an attribute or a global, or changes the content of a list or dict
+    in one.
 
     Args:
         expression: as in `Read`; for a global, Dynamo's name of its source.
@@ -311,7 +311,7 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 
 
 def loaded_names(code: Iterable[CodeType]) -> set[str]:
-    """Return the names of attributes and globals that ``code`` reads. Reads that only serve to change the object
+    """Return the names of attributes and globals that ``code`` reads. Reads that only serve to change what they read
     (``self.count += 1``) do not count.
     """
     names: set[str] = set()
@@ -576,7 +576,9 @@ OTHER_FORMS = ((builtins, "print", print_nothing),)
 
 
 def prints(codes: Iterable[CodeType]) -> list[ShardcWarning]:
-    """Return a warning for each function of the user's, by its code object, that calls ``print``."""
+    """Return a warning for each of the user's functions that calls ``print``. ``codes`` are the functions' code
+    objects.
+    """
     lines = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if "print" in code.co_names]
     return [
         ShardcWarning(f"{line} prints in forward; the compiled program does not: print what the module returns")

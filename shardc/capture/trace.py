@@ -241,8 +241,8 @@ def target_names(loss: Loss) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Traced(Captured):
-    """The joint graph as AOTAutograd returns it, before its nodes are annotated, with what is known of the trace's
-    tensors. `annotated` returns the finished capture.
+    """The joint graph as AOTAutograd returns it, before its nodes are annotated, and what `annotated` reads to finish
+    the capture: names, dtypes and memory of the trace's tensors.
 
     Args:
         names: every name of each parameter and buffer -> the first name of that tensor.

@@ -359,8 +359,8 @@ def _mask_of(
 
 
 class _Blocks:
-    """Computes the scores of a call of `flex` block by block: for each block of queries, blocks of the keys that the
-    queries see, and the scores of both.
+    """Computes the scores of a call of `flex` block by block: it iterates over blocks of queries and, for each of them,
+    over blocks of the keys that it sees.
 
     Args:
         query, key, captured: as of `flex`.

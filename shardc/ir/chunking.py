@@ -126,7 +126,8 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
 
 def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
-    """Yield candidates for the chunks of the result of ``node``, given the chunks ``cut`` of its operand ``x``.
+    """Yield candidates (`ChunkSpec`) for the chunks of the result of ``node``, given the chunks ``cut`` of its operand
+    ``x``.
 
     The caller checks by `operands` which of the candidates are valid.
     """

@@ -157,7 +157,7 @@ class _Cloner:
         return replacement
 
     def _copy(self, value: Any) -> Any:
-        """Return an attribute's value with references to the original tree replaced by those to the copy."""
+        """Return an attribute's value in which references to the copied tree replace those to the original tree."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, nn.Module):

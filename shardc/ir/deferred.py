@@ -12,8 +12,8 @@ from shardc.ir.layout import Layout
 
 @dataclass(frozen=True)
 class Deferred:
-    """Names of the parameters whose gradients a backward under ``no_sync`` leaves on each rank. They are accumulated
-    there, and reduced by a later call.
+    """Names of the parameters whose gradients a backward under ``no_sync`` leaves unreduced. Each rank accumulates
+    these gradients, and a later call reduces them.
 
     Args:
         whole: parameters whose gradients are not reduced at all.

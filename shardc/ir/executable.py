@@ -61,9 +61,7 @@ JOIN: dict[str, Callable[..., Tensor]] = {  # reduce op -> op that joins two ter
 
 
 def opening(at: int) -> tuple[str, str]:
-    """Return two phase names of loop number ``at`` before the forward: (of its graph that runs for each microbatch, of
-    its graph that runs once after all microbatches).
-    """
+    """Return the phases of loop number ``at`` before the forward: (for each microbatch, once after all of them)."""
     return f"opening {at + 1}", f"opened {at + 1}"
 
 
@@ -207,8 +205,8 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
-        """Run the graph on ``inputs``, which is emptied; return its outputs. If it has several segments, ``enter`` is
-        called before each.
+        """Run the graph on ``inputs``, which is emptied; return its outputs. If there are several segments, call
+        ``enter`` before each.
         """
         if len(self.segments) == 1:
             return self.codes[0](inputs)
@@ -341,9 +339,7 @@ class Executable(ABC):
 
     @abstractmethod
     def cause(self, collective: fx.Node) -> Any:
-        """Return the `shardc.cost.causes.Cause` of a collective, with the plan entry and the source line that caused
-        it.
-        """
+        """Return the `shardc.cost.causes.Cause` (plan entry and source line) of a collective."""
 
     @cached_property
     def _half_of_phase(self) -> dict[Phase, Half | None]:

@@ -245,8 +245,8 @@ class Lookup:
         return self._values[path]
 
     def _resolve(self, kind: str, first: Any, *more: Any) -> Any:
-        """Evaluate one level of a parsed expression (see `parse`): ``kind`` is that of its tuple, ``first`` and
-        ``more`` are the other entries. Return the object.
+        """Return the object that one level of a parsed expression names. ``kind`` is the first entry of the level's
+        tuple (see `parse`), ``first`` and ``more`` are the other entries.
         """
         if kind == "constant":
             return first

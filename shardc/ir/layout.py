@@ -256,8 +256,8 @@ class Layout:
         return self.unbind([time]).without_partial([time]).on(self.mesh.untimed)
 
     def split(self, dim: int, axis: str) -> Layout | None:
-        """Return this layout with ``dim`` split over ``axis`` too, at the first local digit whose size is divisible by
-        the axis's. None if there is no such digit.
+        """Return this layout with ``dim`` split over ``axis`` too, at the first local digit whose radix is divisible by
+        the size of the axis. None if there is no such digit.
         """
         size = self.mesh.size(axis)
         if size == 1:

@@ -56,8 +56,8 @@ class Mesh:
         object.__setattr__(self, "time", "")
 
     def timed(self, microbatches: int) -> Mesh:
-        """Return this mesh with the axis of microbatches added, whose coordinates are the ``microbatches`` of a step.
-        For one microbatch, return the mesh itself.
+        """Return this mesh with the axis of microbatches added. The coordinates of that axis are the ``microbatches``
+        of a step. For one microbatch, return the mesh itself.
         """
         if microbatches == 1:
             return self

@@ -25,8 +25,8 @@ def tag(x: Tensor, *, name: str) -> Tensor:
 
 
 def reshard(x: Tensor, *, to: str = "") -> Tensor:
-    """Marker op that returns ``x`` in another layout, the one recorded on the node. A pass lowers it to the collectives
-    below.
+    """Marker op that returns ``x`` in another layout, the one recorded on the node. A pass lowers it to collectives and
+    local moves, other ops of this file.
 
     ``to`` is kept empty: the text form shows the layout in the type.
     """

@@ -152,8 +152,8 @@ class _Player:
         reached = [0] * self.schedule.ranks
 
         def runs(rank: int, at: int, action: Action) -> bool:
-            """Return whether ``rank`` can run ``action``, number ``at`` of its list, now, and note in ``reached`` that
-            it does. False for a receive whose message is not sent yet.
+            """Return whether ``rank`` can now run ``action``, number ``at`` of its list; if so, note in ``reached``
+            that it has run. False for a receive whose message is not sent yet.
             """
             if action.kind in RECEIVES:
                 peer, position = self.places[action.other_end]

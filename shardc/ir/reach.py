@@ -315,8 +315,8 @@ class Walk:
         return name
 
     def _object(self, value: object) -> str:
-        """Record the class of an object of any other kind, and its attributes that traced code names; return the name
-        of the object.
+        """Record the class of an object for which `ref` has no other case, and its attributes that traced code names;
+        return the name of the object.
         """
         cls = type(value)
         if (op := custom_op(value)) is not None:

@@ -112,7 +112,7 @@ def schedule(
 
 
 def _check_microbatches(name: str, ranks: int, stages: int, microbatches: int) -> None:
-    """Raise `PlanError` if a schedule on ``ranks`` cannot train on this number of microbatches."""
+    """Raise `PlanError` if the schedule ``name`` on ``ranks`` ranks cannot train on ``microbatches`` microbatches."""
     if ORDERS[name].fills and microbatches < stages:
         raise PlanError(
             f"schedule {name!r} on {_count(ranks, 'rank')} needs at least {stages} microbatches, one for each stage, "

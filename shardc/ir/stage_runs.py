@@ -76,7 +76,8 @@ class StageRuns:
         graphs: Iterable[tuple[int, bool, fx.Graph]],
         openings: Sequence[StageRuns | None] = (),
     ) -> StageRuns:
-        """Find the values that cross between stages, from the inputs and outputs of the stages' graphs.
+        """Return the `StageRuns` of a schedule. The values that cross between stages are found from the inputs and
+        outputs of the stages' graphs.
 
         Args:
             schedule: the order.
