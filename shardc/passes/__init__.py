@@ -69,11 +69,10 @@ def computing(cost: Pricing, device: torch.device) -> Pricing:
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
     """Returns the cost model by which collectives of activations are cut into chunks; None for the default cost model,
-    which knows nothing about the links between ranks. ``direct``: whether collectives are sent as messages.
+    which knows nothing about the links between ranks. ``direct``: whether collectives are sent as messages between
+    ranks.
 
-    Args:
-        direct: whether the program sends collectives as messages between ranks; they are then priced by what ``cost``
-            has measured of messages, if anything.
+    If so, they are priced by what ``cost`` has measured of messages, if anything.
     """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)

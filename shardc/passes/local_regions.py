@@ -140,12 +140,8 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
 def _inline(
     traced: fx.GraphModule, feed: Sequence[fx.Node | tuple[str, ...]], emitter: Emitter, region: Region
 ) -> list[fx.Node]:
-    """Emits the ops of ``traced``, the traced function of a region; returns its results. ``feed``: what each
-    placeholder stands for.
-
-    Args:
-        feed: for each placeholder, a node of the new graph or the axes of a coordinate.
-        region: the region whose function was traced, for errors.
+    """Emits the ops of ``traced``, the traced function of ``region``; returns its results. ``feed``: for each
+    placeholder, a node of the new graph or the axes of a coordinate.
     """
     env: dict[fx.Node, fx.Node] = {}
     waiting = iter(feed)

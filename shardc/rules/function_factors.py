@@ -291,12 +291,10 @@ Flow = tuple[list[tuple[int, int | None]], list[int | None]]
 
 def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tuple[list[int], list[Flow]]:
     """Return how values flow from step to step of an op of this ``kind`` ("scan", "cond", "while_loop",
-    "loop_gradient"): (the operand that each carry starts from, which arguments and results of each graph are carries).
+    "loop_gradient"): (for each carry, the operand that it starts from; for each graph, its flow).
 
-    Returns:
-        For each carry (value that is carried from step to step), the operand with the same sub-dims. For each graph,
-        (operand, number of the carry) of each argument, and the number of the carry of each result; None for arguments
-        and results that are no carry.
+    A carry is a value that goes from step to step; it has the sub-dims of that operand. The flow of a graph is (operand
+    and number of the carry for each argument, number of the carry for each result), with None where there is no carry.
     """
     first, second = counts
     operands = len(floating)

@@ -100,14 +100,10 @@ def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool
 
 
 def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitted, Emitted]:
-    """Translate global indices along ``dim`` into local ones of this rank's shard; return (local indices, mask of the
-    entries that this rank holds).
+    """Translate global indices along ``dim`` (an integer tensor of any shape) into local ones of this rank's shard.
+    Return (local indices, mask of the entries that this rank holds), both of that shape.
 
-    Args:
-        index: an integer tensor of any shape, every entry in ``range(size of the dim)``.
-
-    Returns:
-        (local index, bool mask), both of that shape. If the mask is false another rank holds the entry; its index is 0.
+    Every index is in ``range(size of the dim)``. The local index of an entry that another rank holds is 0.
     """
     call = local.builder.call
     digits = layout.dims[dim]

@@ -264,9 +264,8 @@ class _Builder:
 
         Its inputs are the number of rows, the tangent if there is one, rows, scale, parameters and saved values.
 
-        Args:
-            before: the tangent and the saved values; none for the forward.
-            where: the dim of the rows in each value.
+        The tangent and saved values are those in ``before`` (none for the forward). ``where`` has the dim of the rows
+        in each value.
         """
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))

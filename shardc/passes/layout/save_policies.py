@@ -62,8 +62,8 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
 
 
 def _under(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:
-    """Return ``origin``, the origin of an op to which the earlier policies were applied, after ``policy`` is applied,
-    too. If policies conflict, the later one holds.
+    """Return ``origin`` (of an op, with earlier policies applied) after ``policy`` is applied, too. If policies
+    conflict, the later one holds.
 
     Args:
         policy: the policy.

@@ -69,10 +69,7 @@ class Localize:
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
         """Emits the local form of one node of the global graph; returns the local node, or a list for several results.
-        ``env``: global node -> what it became.
-
-        Args:
-            env: global node -> what was returned for it.
+        ``env``: global node -> what was returned for it.
         """
         if node.op == "placeholder":
             return emitter.placeholder(node)

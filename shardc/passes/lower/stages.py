@@ -145,15 +145,12 @@ class Stages:
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
     ) -> tuple[Phases, fx.Graph, _Assignment]:
         """Splits each gradient that adds up values of several stages: each stage returns its own summand, and the
-        closing graph adds them. Returns the changed (phases, graph of a microbatch, stages of its ops).
+        closing graph adds them. Returns the changed (phases, graph of a microbatch, stages of its ops), or the
+        arguments if there is no such gradient.
 
         This is the case for a parameter that several stages use. No stage then needs the others' summands.
 
         %g = add(%a, %b)    %a of stage 3, %b of stage 0   ->   terms %a and %b; closing: %g = add(%a, %b)
-
-        Returns:
-            The phases, the graph of their body and its assignment to stages; the arguments if there is no such
-            gradient.
         """
         graph, closing = parts.body.graph, LazyGraphModule(parts.closing, ir.copied(parts.closing.graph))
         results, reduce, changed = [], dict(parts.reduce), False

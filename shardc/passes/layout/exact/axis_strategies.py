@@ -203,12 +203,8 @@ def laid_out(
     positions: Mapping[tuple[tuple[str, str], ...], frozenset[int]],
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Returns (layouts of an op's operands, layouts of its results) if its factors are split as in ``factors`` and it
-    passes on the pending reductions ``carried``. ``positions``: which operands have each of these.
-
-    Args:
-        factors: factor -> its digits.
-        carried: (axis, reduce op) of the pending reductions that pass through the op.
-        positions: group of these reductions -> positions of the operands that are partial by them.
+    passes on the pending reductions ``carried``: (axis, reduce op) of each. ``positions``: some of these reductions ->
+    positions of the operands that are partial by them.
     """
     operands = []
     for at, dims in enumerate(spec.operands):

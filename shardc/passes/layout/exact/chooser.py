@@ -154,9 +154,6 @@ class LayoutProblem:
         operands. Returns output -> the layout in which it leaves the graph. ``labels``: one per variable.
 
         It may be called again with another solution.
-
-        Args:
-            labels: label of each variable.
         """
         for node in self.graph.nodes:
             if node.target is getitem:

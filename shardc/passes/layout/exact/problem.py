@@ -129,12 +129,10 @@ def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts
 def _value(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
-    """Returns (labels of a value, seconds of each label, pair costs with each of ``uses``). ``produced``: the layouts
-    in which the value's op may produce it.
+    """Returns (labels of a value, seconds of each label, pair costs with each of ``uses``). ``produced``: for each
+    label of the value's op, the layout in which the op produces the value.
 
-    Args:
-        produced: the layout in which each label of the op produces the value.
-        uses: (layout that each label of a use needs, weight of its seconds).
+    Each of ``uses`` is (layout that each of its labels needs, weight of its seconds).
     """
     layouts = tuple(dict.fromkeys(produced))
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
@@ -189,7 +187,7 @@ def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
     """Enumerates the labels of a value. Returns, for all labels, (rows of ``moves``: the layout in which the value is
-    produced, lists of columns: layouts that several uses share).
+    produced, lists of columns: needed layouts that several uses share).
 
     Only reshards that two uses may need are shared, at most half as many as there are uses, and at most two.
 
