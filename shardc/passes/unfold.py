@@ -490,7 +490,7 @@ class Names:
         return self.run.split(name) or self.run.split(name.removeprefix("d."))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Learns how names are numbered, from ``pairs``: (name, the same one block later, block of the first).
+        """Learns how names are numbered, from ``pairs``: (name, its counterpart one block later, block of the name).
 
         Args:
             step: 1 if blocks follow in their order, -1 if in reverse.
@@ -583,7 +583,7 @@ def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
 
 
 def _with_number(name: str, at: int, value: int) -> str:
-    """Returns ``name`` with its dot-separated part ``at`` set to the number ``value``, left out if 0."""
+    """Returns ``name`` with the number ``value`` as its dot-separated part ``at``; without that part if it is 0."""
     parts = name.split(".")
     rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
     return ".".join([*parts[:at], *([str(value)] if value else []), *rest])

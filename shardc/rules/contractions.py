@@ -31,7 +31,7 @@ def biased(op: str, text: str, *summed: str) -> Rule:
 
 def _scaled(call: Call) -> Spec:
     """Return the spec of a float8 matrix product with scales: each operand has one scale for the whole matrix, one per
-    row (or column), or one per block of these.
+    row (or column), or one per block of a row (or column).
     """
     loops = Loops(call)
     (rows, inner), (_, columns), of_a, of_b = loops.shapes

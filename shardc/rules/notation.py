@@ -71,7 +71,7 @@ class Loops:
         return self.dim(name, size, kind)
 
     def ordered(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare and return a factor of which each rank must have one contiguous piece, in rank order, if it is split.
+        """Declare and return a factor that must be split, if at all, into one contiguous piece per rank, in rank order.
         It may be padded only at its end, as with `indexed`.
         """
         self._ordered.add(name)

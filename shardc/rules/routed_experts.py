@@ -86,8 +86,8 @@ def _gradient(call: Call) -> Spec:
 
 @dataclass(frozen=True)
 class _Choices:
-    """The choices of one rank, or of one chunk of its tokens: the pairs (token, expert) that the router chose. They are
-    sorted by the rank that holds the expert.
+    """The choices of one rank, or of one chunk of its tokens: the pairs (token, expert) that the router chose, and the
+    order that sorts them by the rank that holds the expert.
 
     Args:
         tokens, choices: number of tokens, and of experts for each of them.
@@ -243,7 +243,7 @@ def _everyone(local: Local) -> tuple[tuple[str, ...], int]:
 
 def _noted(local: Local) -> Emitted:
     """Emit an op that records how many choices of this rank go to each expert (for `shardc.expert_tokens`). Return its
-    result: the choices, in which those of padding are spread over all experts.
+    result: the choices, with those of padded tokens spread over all experts.
     """
     mesh = local.operands[0].mesh
     on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
@@ -370,8 +370,8 @@ def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emit
 
 
 def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
-    """Emit the routing and the experts of a forward; return (rows, results) of each chunk, which the backward op of the
-    same call uses, too.
+    """Emit the routing and the experts of a forward; return (rows of each chunk, results of each chunk). The backward
+    op of the same call uses them, too.
     """
     body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))

@@ -1,4 +1,4 @@
-"""Attention: replaces attention kernels whose sequence the plan splits by ops that know global positions."""
+"""Attention: if the plan splits the sequence, replaces attention kernels with ops that know global positions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _FLEX = (flex_ops.FLEX, flex_ops.FLEX_GRADIENT)
 
 @dataclass(frozen=True)
 class Attention:
-    """Replaces attention kernels whose sequence the plan splits (cp entries) by shardc_attention::call, and their
-    backward by ``gradient``.
+    """Replaces attention kernels with ``shardc_attention::call``, and their backward with
+    ``shardc_attention::gradient``, if the plan splits their sequence (cp entries).
 
         %o, ... = aten._scaled_dot_product_flash_attention(%q, %k, %v)
         ->  %o, %lse = shardc_attention::call(%q, %k, %v, ..., "cp", "ring")

@@ -96,8 +96,8 @@ def unit_of(
     plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
 ) -> float:
     """Returns the factor by which the gradient of an input with ``layout`` is scaled when it leaves the program (see
-    `unit`). ``plan_axes``: batch axes of the plan; ``outputs``: the roles of the program's outputs; the others as in
-    `Objective`.
+    `unit`). ``plan_axes``: batch axes of the plan; ``outputs``: roles of the program's outputs; ``reduce`` and
+    ``own_losses`` as in `Objective`.
     """
     bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
     return unit(layout, [axis for axis in plan_axes if axis in bound and own_losses], reduce)

@@ -110,8 +110,8 @@ def _share_before_moves(graph: fx.Graph) -> None:
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
-    """Follows the views before the reshard ``node`` back to their source; returns (source, the layout of it that gives
-    the reshard's result, the views in order).
+    """Follows the views before the reshard ``node`` back to their source. Returns (source, layout of the source that
+    gives the reshard's result, the views in order).
     """
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []

@@ -1,4 +1,4 @@
-"""Windows: replaces shifts and convolutions along a dim that keeps its size by ops whose dim may be split."""
+"""Windows: replaces shifts and convolutions that keep the size of their dim with ops that let the dim be split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OffloadSaved: moves values that forward saves for backward to the host in between, where the plan says so."""
+"""OffloadSaved: keeps values that forward saves on the host until backward needs them, where the plan says so."""
 
 from __future__ import annotations
 

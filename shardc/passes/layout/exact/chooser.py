@@ -184,7 +184,9 @@ class LayoutProblem:
         return seeds
 
     def _add_ops(self) -> None:
-        """Adds a variable for each op and input, whose labels are its strategies."""
+        """Adds a variable to the problem for each op and input. The labels of the variable are the strategies of the
+        node.
+        """
         for node in self.graph.nodes:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
@@ -258,7 +260,9 @@ class LayoutProblem:
     # --- values
 
     def _add_values(self) -> None:
-        """Adds a variable for each value that is used, whose labels are its layouts."""
+        """Adds a variable to the problem for each value that is used. The labels of the variable are the value's
+        layouts.
+        """
         uses: dict[Slot, list[Use]] = {}
         for node in self.graph.nodes:
             if node.target is getitem or node not in self.variable or node in self.outside.fixed:
