@@ -166,14 +166,14 @@ class _Lookup:
         return ordered, others, list(range(len(self.indices), len(self.table)))
 
     def _rest(self) -> list[int]:
-        """Return the dims of the broadcast indices that correspond to no dim that is read in order."""
+        """Return the other dims of the broadcast indices: those along which no dim of the table is read in order."""
         places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
         return [dim for dim in range(len(self.shape)) if dim not in places]
 
     def _entries(self, ordered: Sequence[int], other: int, rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
         """Insert ops that compute the index of a ``gather`` along the table's dim ``other``; return the last node. The
-        index has the dims that are read in order (``ordered``), then ``rest`` as one dim, then ``tail``, the dims
-        without an index.
+        index has the dims that are read in order (``ordered``), then ``rest`` (other dims of the broadcast indices) as
+        one dim, then ``tail``, the dims without an index.
         """
         index, size = self.indices[other].node, self.table[other]
         if index.meta["val"].dtype != torch.int64:

@@ -88,7 +88,7 @@ def _replace_output(tag: Tag, _module: nn.Module, _args: PyTree, output: PyTree)
 
 def _replace(values: PyTree, tag: Tag) -> PyTree:
     """Return ``values`` (the inputs or outputs of a module) with one tensor passed through the op ``shardc::tag``:
-    number ``tag.index`` of the tensors, or the one under that keyword.
+    number ``tag.index`` of the tensors or, if ``tag.index`` is a string, the one with this keyword.
 
     A dict subclass (an output of ``transformers``) is changed in place.
     """

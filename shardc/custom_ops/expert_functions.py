@@ -197,8 +197,8 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, gradient: fx.node.Argument, place: fx.Node) -> fx.node.Argument:
-    """Make a matrix product (``mm``), or the transpose of one, write its result to the buffer ``place``, and return the
-    new node. Any other ``gradient`` is returned as it is.
+    """If ``gradient`` is a matrix product (``mm``), or the transpose of one, insert a product that writes its result to
+    the buffer ``place``; return its node. Any other ``gradient`` is returned as it is.
 
     The transpose of a product is a product too.
     """

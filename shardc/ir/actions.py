@@ -89,8 +89,9 @@ class Schedule:
 
 def reads(action: Action, rank_of: Sequence[int]) -> list[Action]:
     """Return the actions on the same rank whose results ``action`` reads. They come before it in the rank's list.
+    ``rank_of`` has the rank of each stage.
 
-    In the result, BACKWARD also stands for BACKWARD_INPUT. ``rank_of`` has the rank of each stage.
+    In the result, BACKWARD also stands for BACKWARD_INPUT.
     """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind in RECEIVES:

@@ -117,8 +117,8 @@ def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return name in the op's schema -> argument, of a call of a torch op. Arguments that the call leaves at their
-    defaults are missing.
+    """Return the arguments of a call of a torch op: name in the op's schema -> argument. Arguments that the call leaves
+    at their defaults are missing.
     """
     target = node.target
     return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}

@@ -66,7 +66,8 @@ def opening(at: int) -> tuple[str, str]:
 
 
 def phases(forward: str, openings: int, gathers_once: bool) -> tuple[str, ...]:
-    """Return the names of the phases of a step with microbatches, in order.
+    """Return the names of the phases of a step with microbatches, in order: of the ``openings`` loops before the
+    forward, of the forward, and of the backward or the closing.
 
     Args:
         forward: FORWARD of a training step, INFERENCE of one without gradients.
@@ -142,7 +143,9 @@ class Half:
 
     @property
     def stage(self) -> int | None:
-        """Return the stage of a pipeline to which the graph belongs; None without one, or if all stages run it."""
+        """Return the pipeline stage to which the graph belongs; None without a pipeline, or if all stages run the
+        graph.
+        """
         return self.phase.stage if isinstance(self.phase, AtStage) else None
 
     @property

@@ -24,7 +24,7 @@ MICRO = "micro"  # name of the axis of microbatches
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """An abstract mesh of named axes, major to minor: rank = row-major index of its coordinates.
+    """An abstract mesh of named axes, major to minor. A rank is the row-major index of its coordinates.
 
     >>> mesh = Mesh(dp=2, tp=4)
     >>> mesh.size("tp"), mesh.ranks, mesh.coordinate(5)

@@ -163,8 +163,8 @@ def _stays_view(node: fx.Node) -> bool:
 
 
 def _has_siblings(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether a view comes from an op that returns several views, such as ``split``: itself, or a tensor that it
-    is a view of.
+    """Return whether a view, or a tensor that it is a view of, is one of several views that one op returns, such as
+    ``split``.
 
     Args:
         nodes: the view and the tensors that it is a view of, the owner of the memory last.

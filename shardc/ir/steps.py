@@ -70,22 +70,24 @@ class _Step:
         return None if lost is None else f"{lost!r} splits {what}"
 
     def splits(self, layout: Layout) -> str | None:
-        """Check that all of the op's axes split dims of ``layout``, that of the operand or the result. Return None or a
-        reason.
+        """Check that all of the op's axes split dims of ``layout``, that of the operand or the result. Return None if
+        they do, else a reason as text.
         """
         what = "the operand" if layout is self.source else "the result"
         return self.missing(self.bound(layout), f"no dim of {what}, {layout}")
 
     def unbinds(self, split: Layout, whole: Layout) -> str | None:
-        """Check that the dims of ``split`` without the op's axes are those of ``whole``. Return None or a reason."""
+        """Check that the dims of ``split`` without the op's axes are those of ``whole``. Return None if they are, else
+        a reason as text.
+        """
         expected = self.without(split)
         if (lost := self.splits(split)) is not None or expected.dims == whole.dims:
             return lost
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Check that operand and result differ in which dims the op's axes split, and in nothing else. Return None or a
-        reason.
+        """Check that operand and result differ in which dims the op's axes split, and in nothing else. Return None if
+        so, else a reason as text.
         """
         if self.source.dims == self.result.dims:
             return "nothing moves"
@@ -95,14 +97,16 @@ class _Step:
         return f"without {self.axes}, [{before.dims_text()}] becomes [{after.dims_text()}]"
 
     def whole_shards(self) -> str | None:
-        """Check that each shard of the result is a whole shard of the operand, on any rank. Return None or a reason."""
+        """Check that each shard of the result is a whole shard of the operand, on any rank. Return None if so, else a
+        reason as text.
+        """
         if _cuts(self.source) == _cuts(self.result):
             return None
         return f"the shards of {self.source} are not those of {self.result}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
         """Check that ``pending`` has the pending reductions of ``done`` and, over each of the op's axes, the op's
-        reduction. Return None or a reason.
+        reduction. Return None if so, else a reason as text.
         """
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
@@ -111,13 +115,13 @@ class _Step:
         return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
 
     def same_dims(self) -> str | None:
-        """Check that operand and result have the same dims. Return None or a reason."""
+        """Check that operand and result have the same dims. Return None if so, else a reason as text."""
         if self.source.dims == self.result.dims:
             return None
         return f"the dims change from [{self.source.dims_text()}] to [{self.result.dims_text()}]"
 
     def same_pending(self) -> str | None:
-        """Check that operand and result have the same pending reductions. Return None or a reason."""
+        """Check that operand and result have the same pending reductions. Return None if so, else a reason as text."""
         if self.pending(self.source) == self.pending(self.result):
             return None
         return f"{_pending_text(self.source)} pending becomes {_pending_text(self.result)} pending"
