@@ -35,8 +35,9 @@ from shardc.ir.code import calling_line
 
 
 def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
-    """Replaces the higher-order ops in ``gm``, a graph of Dynamo's, and in the graphs inside of it, by functions of
-    plain ops.
+    """Replaces the higher-order ops in ``gm``, a graph of Dynamo's, and in the graphs inside of it, by functions that
+    compute the same: by plain ops or, for long scans, while loops and flex_attention, by ops that have gradients and
+    sharding rules.
 
     Args:
         lengths: lengths of the sequences that the plan splits; scans over all of one, or its pieces, stay scans.

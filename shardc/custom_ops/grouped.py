@@ -26,7 +26,9 @@ _AT = {  # position of the argument ``dim`` of row-wise ops
 
 
 def suits(x: Tensor, params: list[Tensor]) -> bool:
-    """Return whether grouped kernels support these tensors: on a GPU, in bf16, with sizes in steps of 16 bytes."""
+    """Return whether grouped kernels support these tensors: on a GPU, in bf16, with sizes of parameters in steps of 16
+    bytes.
+    """
     even = all(size % 8 == 0 for param in params for size in param.shape[1:])
     return x.is_cuda and even and {x.dtype, *(param.dtype for param in params)} == {torch.bfloat16}
 

@@ -439,8 +439,8 @@ def first_places(module: nn.Module) -> dict[str, str]:
 
 
 def outer_names(module: nn.Module) -> dict[str, str]:
-    """Return name of a wrapper parameter -> name of its inner tensor of the same shape. Plan entries about the
-    parameter apply to that inner tensor.
+    """Return name of a wrapper parameter -> name of its inner tensor of the same shape, if it has one. Plan entries
+    about the parameter apply to that inner tensor.
     """
     out: dict[str, str] = {}
     for path, inner in _outermost(module):

@@ -66,15 +66,15 @@ def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Return ``x`` as a plain `torch.Tensor`, which a trace requires. ``x`` is returned as it is if its class overrides
-    methods of `torch.Tensor`.
+    """Return ``x`` as a plain `torch.Tensor`, which a trace requires. A tensor of one of torch's own classes, or of a
+    class that overrides methods of `torch.Tensor`, is returned as it is.
     """
     return x if type(x) in _PLAIN or _overridden(type(x)) else x.as_subclass(Tensor)
 
 
 def note_attributes(x: Tensor, like: Tensor) -> None:
     """Give ``x``, which takes the place of ``like``, the attributes of ``like`` and of its class. Also record that
-    class on ``x``, for `lost_names`.
+    class on ``x``, for `lost_names`. Do nothing if ``like`` is a fake tensor.
     """
     if isinstance(like, FakeTensor):  # its attributes are its state
         return

@@ -93,7 +93,7 @@ class _Player:
                 self.places[action] = place
 
     def _each_microbatch_whole(self) -> None:
-        """Check that each stage has the forward and the complete backward of each microbatch."""
+        """Check that each stage has the forward and, in training, the complete backward of each microbatch."""
         schedule = self.schedule
         wholes = ("F B", "F I W") if schedule.trains else ("F",)
         for stage, rank in enumerate(schedule.rank_of):

@@ -136,7 +136,7 @@ def _count(number: int | None, noun: str) -> str:
 
 def _one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> list[Action]:
     """Return the computations of one rank in a 1F1B schedule. First come as many forwards as there are ranks behind
-    this rank, then forwards and backwards in turn, and last the remaining backwards.
+    this rank (at most one per microbatch), then forwards and backwards in turn, and last the remaining backwards.
 
     It is the order that torch's ``Schedule1F1B`` runs. The order that torch 2.13 says it runs has other microbatches on
     the last rank, and interleaved 1F1B with one stage per rank keeps nearly twice as many microbatches.
