@@ -222,8 +222,8 @@ def _tangents(region: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layou
 
 
 def _layout(region: Region, side: str, at: int, spec: object, mesh: Mesh, value: Value) -> Layout:
-    """Returns the `Layout` that ``spec`` gives to an argument (``side`` "in") or a result ("out") of the region, number
-    ``at``.
+    """Returns the `Layout` that ``spec`` gives to number ``at`` of the arguments (``side`` "in") or of the results
+    ("out") of the region.
     """
     what = f"{'argument' if side == 'in' else 'result'} {at} of {region.name}"
     return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {region.source}")

@@ -301,7 +301,7 @@ class _Unfolding:
             self.places[nodes[at]] = Place((body.name, offset), body.whole[0] + block * body.step)
 
     def copyable(self, body: Body, block: int) -> bool:
-        """Returns whether ``block`` can be copied: its operands repeat with the blocks or are the same in all."""
+        """Returns whether ``block`` can be copied: operands of its ops repeat with the blocks or are equal in all."""
         at, period = body.first + body.period * body.whole.index(block), body.period
         other = at - period if block == body.whole[-1] else at + period
         for x, y in zip(body.nodes[at : at + period], body.nodes[other : other + period], strict=True):
@@ -376,7 +376,7 @@ class _Unfolding:
         return None if place is None else place.block
 
     def _shift(self, item: fx.Node | tuple[Role, Argument], block: int | None) -> int:
-        """Returns by how many blocks an item that is not copied moves: those inserted before it, or 0."""
+        """Returns by how many blocks an uncopied item moves: all inserted blocks if they stand before it, else 0."""
         node = item if isinstance(item, fx.Node) else item[1]
         if block is None and isinstance(node, fx.Node):
             body, at = self.position.get(node, (None, 0))

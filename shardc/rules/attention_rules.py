@@ -260,7 +260,7 @@ class Attended:
 
     def _share(self, part: Emitted, whole: Emitted) -> Emitted:
         """Return the weight ``exp(part - whole)`` of a block in the output: ``part`` is the log-sum-exp over the
-        block's keys, ``whole`` that over all keys.
+        block's keys, ``whole`` the log-sum-exp over all keys.
         """
         weight = self.run(aten.exp.default, self.run(aten.sub.Tensor, part, whole))
         return self.run(aten.unsqueeze.default, weight, 3)
@@ -293,7 +293,9 @@ def _finite(local: Local, sums: Emitted) -> Emitted:
 
 
 def _all_sums(local: Local, sums: Emitted, axes: tuple[str, ...]) -> Emitted:
-    """Return the log-sum-exp over the keys of all ranks along ``axes``, given that over this rank's keys."""
+    """Return the log-sum-exp over the keys of all ranks along ``axes``, given ``sums``, the log-sum-exp over this
+    rank's keys.
+    """
     run, shape = local.builder.call, local.builder.shape(sums)
     ranks, group = local.builder.group(axes)
     sums = run(aten.clone.default, sums, memory_format=torch.contiguous_format)

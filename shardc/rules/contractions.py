@@ -62,7 +62,9 @@ CONTRACTIONS = table(
 
 
 def _matrices(call: Call) -> Spec:
-    """Return the spec of an op on the last two dims (the last one for pivots) of tensors with equal batch dims."""
+    """Return the spec of an op on matrices, the last two dims of its tensors (the last one for pivots). The batch dims
+    before these may be split if all tensors have the same.
+    """
     loops = Loops(call)
     ranks = {len(shape) + (name in PIVOTS) for name, shape in zip(loops.names, loops.shapes, strict=True)}
     # Operands of different ranks broadcast, and the batch dims may come from any of them: split nothing then.

@@ -62,7 +62,7 @@ class PairCosts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of labels of both variables."""
+        """Return (number of labels of the first variable, number of labels of the second)."""
         return len(self.rows), len(self.columns)
 
     @property

@@ -42,7 +42,9 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Return the gap between value and bound, relative to the value: a better labelling saves at most that."""
+        """Return the gap between value and bound, relative to the value: at most this share of the value can be saved.
+        inf if no labelling of finite cost was found.
+        """
         if math.isinf(self.value):
             return math.inf
         return (self.value - self.bound) / max(abs(self.value), sys.float_info.min)

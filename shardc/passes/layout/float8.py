@@ -28,7 +28,7 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8:
-    """Replaces products with weights of linear layers by float8 products, forward and backward, where the plan says so.
+    """Computes products with weights of linear layers in float8, forward and backward, where the plan says so.
 
         %t: f32[8,16] = t(%w)               %w.amax: f32[] = amax(abs(%w))
         %y: f32[4,16] = mm(%x, %t)      ->  %w.quantise: f8e4m3fn[16,8] = quantise(%w, %w.amax)

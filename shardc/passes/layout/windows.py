@@ -222,7 +222,7 @@ def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
 
 
 def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a ``cat`` of a slice and a few other elements by a shift, in which the other elements come in at one
+    """Replaces a ``cat`` of a slice and a few other elements with a shift, in which the other elements come in at one
     end.
     """
     if _shift(rewriter, node) or len(node.args[0]) != 2:
@@ -246,7 +246,7 @@ def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a roll by a few elements along one dim by a shift, which takes them in at the other end."""
+    """Replaces a roll by a few elements along one dim with a shift that takes these elements in at the other end."""
     arguments = arguments_of(node)
     if len(arguments.get("dims", ())) != 1:
         return
@@ -293,7 +293,7 @@ def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces the flip of a running sum of a flip by a running sum from the end."""
+    """Replaces the flip of a running sum of a flip with a running sum from the end."""
     sums: Any = node.args[0]
     if sums.target is not aten.cumsum.default or sums.args[0].target is not aten.flip.default:
         return
@@ -328,7 +328,7 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
 
 
 def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a convolution that keeps the size of its dim by the op ``convolve`` of ``shardc_window``."""
+    """Replaces a convolution with the op ``convolve`` of ``shardc_window`` if it keeps the size of its dim."""
     x, weight = node.args[:2]
     if (form := _window(node, x, weight)) is not None:
         reading, window = form
@@ -338,8 +338,8 @@ def _convolution(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces the gradients (of input and weight) of a convolution that keeps the size of its dim by ops of
-    ``shardc_window``.
+    """Replaces the gradients (of input and weight) of a convolution with ops of ``shardc_window`` if the convolution
+    keeps the size of its dim.
 
     Only if all users of the input's gradient cut off its padding.
     """

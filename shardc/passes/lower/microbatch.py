@@ -333,7 +333,7 @@ class _Cut:
         return max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
-        """Returns the values that the first loop keeps of each microbatch, so that later ones need not run layers."""
+        """Returns the values that the first loop keeps of each microbatch; later loops then need not run layers."""
         later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
         needed: set[fx.Node] = set()
         work = list(later)

@@ -58,7 +58,7 @@ class OffloadSaved:
         return gm
 
     def _store(self, rewriter: GraphRewriter, x: fx.Node) -> fx.Node:
-        """Inserts the move of ``x`` to the host and its wait behind ``x``; returns the wait."""
+        """Inserts, behind ``x``, the move of ``x`` to the host and the wait for the move; returns the wait."""
         order, at = _by_stride(x), {"phase": "forward", "cause": ir.info(x).origin.host}
         last = x if order is None else rewriter.after(x, suffix="packed", **at).call(aten.permute.default, x, order)
         value = replace(ir.value(last), host=True)

@@ -120,8 +120,8 @@ def moved_alone(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Returns name of a node -> role of a parameter, buffer or input, for its placeholder and for the nodes that only
-    move or cast it.
+    """Returns name of a node -> role of the parameter, buffer or input that the node is, moves or casts, for each node
+    that does nothing else.
     """
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *moved_alone(node))}

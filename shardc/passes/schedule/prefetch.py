@@ -107,7 +107,7 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Moves each gather that an entry names to just before the first op of the entry's module, by its position in
+    """Lets each gather that an entry names start before the first op of the entry's module, by its position in
     ``priority``. Returns (entry, gather, that first op) of each.
 
     Args:

@@ -287,7 +287,7 @@ class LayoutProblem:
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
         """Returns whether result ``index`` of ``maker``, an op of forward, is saved: it has its own memory, and
-        backward reads it.
+        backward reads it or a view of it.
         """
         if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.traffic:
             return False
