@@ -253,7 +253,8 @@ def reads_of(
 
 def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> list[Change]:
     """Return the ``changes`` of Python state with their expressions rewritten from Dynamo's names to those of
-    ``reads``. Changes of globals of torch and of libraries, and of objects without an expression there, are left out.
+    ``reads``. Changes of globals of torch and of libraries, and of objects outside of the model, the loss and globals,
+    are left out.
     """
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)

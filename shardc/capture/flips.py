@@ -14,8 +14,8 @@ aten = torch.ops.aten
 
 
 def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
-    """Remove flips around ``scan``, in place: of its sequences and of its results. Return whether the scan now has to
-    run in reverse, which it has to if most sequences were flipped.
+    """Remove, in place, flips of the sequences and of the results of ``scan``. Return whether the scan now has to run
+    in reverse: it has to if most sequences were flipped.
 
     Args:
         outer: the graph of ``scan``, whose results are tensors.

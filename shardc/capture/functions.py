@@ -154,8 +154,8 @@ def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
 
 
 def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Node], counts: tuple[int, int]) -> int:
-    """Moves ops of a scan's step that are the same in all steps out of the loop. Returns the number of sequences that
-    the scan still reads.
+    """Moves out of the loop those ops of a scan's step that compute the same in all steps. Returns the number of
+    sequences that the scan still reads.
 
     The results of such ops become further operands (the rest). Changed in place are the graph ``step``, ``operands``
     and the uses of the scan's results.

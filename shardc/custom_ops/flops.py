@@ -1,5 +1,5 @@
 """Counts the floating-point operations (FLOPs) of dense ops from the shapes of their arguments. The choice of layouts
-and the prediction of step times use them.
+and the prediction of step times use these counts.
 
 Dense ops are matrix products, attention, convolution and recurrent layers. Counts are those of torch's counter, which
 does not know all of them.

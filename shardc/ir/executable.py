@@ -372,7 +372,7 @@ class Executable(ABC):
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
         """Return the graphs of one step. Without microbatches these are (forward, backward) in training, else
-        (inference,). It is training if ``training`` is set and something needs a gradient.
+        (inference,). The step is one of training if ``training`` is set and something needs a gradient.
         """
         trains = training and self.trains
         if self.opens_backward and not trains:
@@ -451,8 +451,8 @@ class Executable(ABC):
         return {}
 
     def _opening_runs(self, number: int, stages: int) -> StageRuns | None:
-        """Return the messages and runs of loop ``number`` before the forward, whose layers lie on ``stages`` pipeline
-        stages. None for a loop without stages, which all ranks run completely.
+        """Return the `StageRuns` of loop ``number`` before the forward. The layers of the loop lie on ``stages``
+        pipeline stages. None for a loop without stages, which all ranks run completely.
 
         The order is that of an inference, and all ranks take its sums.
         """

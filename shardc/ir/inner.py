@@ -221,8 +221,8 @@ class InnerTensors(nn.Module):
             )
 
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the wrapper tensor, made again from ``of(inner tensor)`` for each of its inner tensors. With
-        ``dtype``, it is converted by its class.
+        """Return the wrapper tensor, made again from ``of(inner tensor)`` for each of its inner tensors. If ``dtype``
+        is given, the wrapper's class then converts it to this dtype.
         """
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._entries.items()}
         tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)

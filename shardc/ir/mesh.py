@@ -125,8 +125,8 @@ class Mesh:
         return self.axes.index(name), pre
 
     def cut(self, axis: str, major: int) -> tuple[str, str]:
-        """Cut ``axis`` in two: return (major part, minor part), of which the first has size ``major``. For ``tp=4`` and
-        2: ``tp:1x2``, ``tp:2x2``.
+        """Cut ``axis`` in two: return (major part, minor part). The major part has size ``major``: 2 cuts ``tp=4`` into
+        ``tp:1x2`` and ``tp:2x2``.
         """
         name, pre, _ = split_part(axis)
         size = self.size(axis)

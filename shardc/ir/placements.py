@@ -55,8 +55,8 @@ def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
 
 
 def seen_on(layout: Layout, view: Mesh) -> Layout:
-    """Convert ``layout`` to ``view``, a view of its mesh (`view_of`). Return the layout there that splits a tensor in
-    the same way.
+    """Convert ``layout`` to ``view``, a view of its mesh (`view_of`). Return the layout on ``view`` that splits a
+    tensor in the same way.
 
     Raises:
         LayoutError: it uses a part that is no axis of the view.

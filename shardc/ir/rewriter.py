@@ -186,7 +186,9 @@ def erase_dead_code(graph: fx.Graph) -> None:
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Return node -> its position in the graph, as a float, so that a priority for `reorder` can lie between two."""
+    """Return node -> its position in the graph, as a float, so that a priority for `reorder` can lie between two
+    positions.
+    """
     return {node: float(at) for at, node in enumerate(graph.nodes)}
 
 

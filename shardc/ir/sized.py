@@ -138,7 +138,7 @@ class SizedGraph:
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
-        """Return the graph at ``sizes`` (name -> size). All polynomials must be integers there."""
+        """Return the graph at ``sizes`` (name -> size). All polynomials must be integers at these sizes."""
         number = numbers_at(sizes)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
