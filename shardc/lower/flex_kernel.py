@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo._trace_wrapped_higher_order_op import ModIndex
 from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_attention, flex_attention_backward
+from torch._inductor.inductor_prims import force_stride_order
 from torch.nn.attention.flex_attention import BlockMask
 
 from shardc._compat import differentiable
@@ -201,8 +202,8 @@ def _gradient(
     if grad_logsumexp is None:
         grad_logsumexp = torch.zeros_like(logsumexp)
     grads = flex_attention_backward(
-        query, key, value, out, logsumexp / log(2), grad, grad_logsumexp * log(2), score, joint, call.blocks(), scale,
-        options, of_score, of_mask,
+        query, key, value, out, _contiguous(logsumexp / log(2)), grad, grad_logsumexp * log(2), score, joint,
+        call.blocks(), scale, options, of_score, of_mask,
     )  # fmt: skip
     return [*map(_by_row, grads[:3]), *(grads[3][at] for at in wanted)]
 
@@ -217,6 +218,13 @@ def _joint(call: _Call, query: Tensor, wanted: Sequence[int]) -> tuple[Callable[
     numbers = query.new_zeros((), requires_grad=True), b, h, m, n
     with differentiable():
         return create_fw_bw_graph(call.score(differentiable=True), numbers, buffers)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Return ``x`` [b, h, q] with contiguous strides, which Inductor keeps. The kernel reads it as if it had these."""
+    _, h, q = x.shape
+    contiguous: Tensor = force_stride_order(x, (h * q, q, 1))
+    return contiguous
 
 
 def _by_row(x: Tensor) -> Tensor:
