@@ -25,7 +25,7 @@ from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
 from shardc.runtime.loops import Loops, Microstep
-from shardc.runtime.read_only import ReadOnly
+from shardc.runtime.read_only import ReadOnly, version_of
 from shardc.runtime.routing import Loads
 from shardc.runtime.stage_link import StageLink
 from shardc.runtime.stage_loops import StageLoops
@@ -273,7 +273,9 @@ class StepInMicrobatches(torch.autograd.Function):
         ctx: MicrobatchContext, runner: Runner, step: Callable[[], Microstep], takes: list[Role], *feed: Any
     ) -> tuple[object, ...]:
         ctx.step, ctx.runner, ctx.takes, ctx.feed = step(), runner, takes, feed
-        ctx.versions, ctx.unreduced = [x._version for x in feed], runner.sync.unreduced()
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.versions = list(map(version_of, feed))
+        ctx.unreduced = runner.sync.unreduced()
         ctx.call = runner.groups.consistency.call
         outputs = _separate(runner.program, ctx.step, takes, feed)
         roles = zip(outputs, runner.program.outputs, strict=True)
@@ -311,8 +313,8 @@ class StepInMicrobatches(torch.autograd.Function):
             runner.groups.consistency.enter(ctx.call.backward(frozenset(used)))
         if not step.has_gradients(used):
             for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
-                if x._version != before:
-                    raise changed(role, before, x._version)
+                if (now := version_of(x)) != before:
+                    raise changed(role, before, now)
             with runner.groups.consistency.compiles():  # a program from the store is captured for it
                 program.using(frozenset(used))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -443,7 +445,7 @@ def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
     with torch._C.DisableTorchFunctionSubclass():
         for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]
-            yield x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
+            yield version_of(x)
 
 
 def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int]) -> None:

@@ -76,7 +76,7 @@ class Shared:
         x = self.source() if self.source is not None else None
         if x is None or x.is_inference():
             return None
-        return x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
+        return version_of(x)
 
     def refuse(self) -> NoReturn:
         """Raises the LayoutError for an op that writes to the output, which can only be read."""
@@ -91,6 +91,11 @@ class Shared:
             f"too, in whose memory it is, and here it is a copy, as {why}",
             fix=fix,
         )
+
+
+def version_of(x: Tensor) -> int:
+    """Return the version counter of ``x``; of a DTensor, plus that of its local tensor, which also changes it."""
+    return x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
 
 
 class ReadOnly(Tensor):

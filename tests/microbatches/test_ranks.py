@@ -149,6 +149,10 @@ def changed_between() -> None:
         module.first.weight.mul_(2)
     with pytest.raises(BackwardError, match=r"parameter 'first.weight' was modified in place"):
         out.sum().backward()
+    out = module(x)
+    module.first.weight.to_local().detach().mul_(2)
+    with pytest.raises(BackwardError, match=r"parameter 'first.weight' was modified in place"):
+        out.sum().backward()
     assert module.first.weight.grad is None
 
 
