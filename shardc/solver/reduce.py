@@ -188,11 +188,7 @@ def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray
 
 def _excess(table: PairCosts, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     """Return, for each pair of labels y (``better``) and x (``worse``), by how much y costs more than x at one label of
-    the neighbour: the cheapest one with x.
-
-    Args:
-        table: pair costs with the neighbour.
-        better, worse: the labels y and x.
+    the neighbour: the cheapest one with x. ``table``: pair costs with the neighbour.
     """
     of_worse = table.rows[worse]
     at = table.cheapest[of_worse]

@@ -360,10 +360,7 @@ class _Padder(PaddedValues):
 
 def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None) -> Padding:
     """Returns the padding by which a value of ``shape`` grows to the sizes of ``layout``. If its present layout,
-    ``have``, splits a dim that grows, the dim is padded in every shard.
-
-    Args:
-        have: layout of the value. A dim that it splits is padded in each shard: 2 x 8 rows to 2 x 9.
+    ``have``, splits a dim that grows, the dim is padded in every shard (2 x 8 rows to 2 x 9).
     """
     padding: list[Runs] = []
     for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True)):

@@ -180,11 +180,7 @@ class PaddedValues(Calls):
 
     def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
         """Returns ``x`` with each padded run (sub-dim) of ``dim`` changed by ``change(value, dim of the run, run)``.
-        For this, ``dim`` is viewed as one dim per run.
-
-        Args:
-            runs: the sub-dims of ``dim``.
-            change: maps (value, dim of the run, run) to the changed value.
+        For this, ``dim`` is viewed as one dim for each of its ``runs``.
         """
         if not is_padded(runs):
             return x

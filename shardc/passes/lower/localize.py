@@ -172,11 +172,8 @@ class Emitter(Calls):
         return self._fed("key", "key", "key")
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
-        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes to the graph, such as a
-        coordinate. It is created at the first call. ``kind`` and ``role_name`` are its role.
-
-        Args:
-            kind, role_name: kind ("coordinate" or "key") and name of its role.
+        """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes to the graph. It is created
+        at the first call. ``kind`` ("coordinate" or "key") and ``role_name`` are its role.
         """
         if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():

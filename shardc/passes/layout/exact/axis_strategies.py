@@ -250,13 +250,10 @@ def _result_indices(node: fx.Node) -> list[int]:
 
 @lru_cache(maxsize=1 << 12)
 def combine_axes(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], ...]) -> tuple[Strategy, ...]:
-    """Returns the strategies over the whole mesh: each combines one strategy per axis. ``ways`` has the strategies over
-    each axis alone.
+    """Returns the strategies over the whole mesh: each combines one strategy per axis. ``ways``: for each axis, in mesh
+    order, the strategies over that axis alone.
 
     If two axes split the same digit, the later one in mesh order is nested under the earlier one.
-
-    Args:
-        ways: for each axis, in mesh order, the strategies over that axis alone.
     """
     out: dict[Strategy, None] = {}
     for choice in product(*ways):

@@ -188,12 +188,8 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 def _seconds(
     mesh: Mesh, steps: Sequence[tuple[int, tuple[str, ...]]], before: int, itemsize: int, cost: Pricing
 ) -> float:
-    """Returns the predicted seconds of ``steps``, a sequence of collectives on a tensor with ``before`` elements per
-    rank before the first one.
-
-    Args:
-        steps: (kind, axis parts) of each collective, in order.
-        before: local elements before the first one.
+    """Returns the predicted seconds of a sequence of collectives, ``steps``: (kind, axis parts) of each. The tensor has
+    ``before`` elements per rank before the first one.
     """
     total = 0.0
     for kind, over in steps:
