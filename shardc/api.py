@@ -40,7 +40,7 @@ from shardc.precompiled import Precompiled, load
 from shardc.report.inspected import InspectedProgram, InspectedSizedProgram
 from shardc.runtime.gradients import Sync
 from shardc.runtime.groups import Groups
-from shardc.runtime.host import ParamLocation, frozen
+from shardc.runtime.host import ParamLocation, cheap_garbage_collection
 from shardc.runtime.initialize import initializers
 from shardc.runtime.module import BehindModel
 from shardc.runtime.originals import note_original
@@ -71,7 +71,7 @@ def _shares_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_shares_errors
-@frozen()
+@cheap_garbage_collection()
 def compile(
     model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh,
@@ -128,7 +128,7 @@ def compile(
 
 
 @_shares_errors
-@frozen()
+@cheap_garbage_collection()
 def shard(
     model: M,
     mesh: DeviceMesh | Mesh,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 
 BATCH = 4
 PLANS = {
@@ -79,7 +79,7 @@ def assert_same(module: Any, source: nn.Module, grads: bool = False) -> None:
         assert (ours is None) == (theirs is None), name
         if ours is not None:
             assert isinstance(ours, DTensor), name
-            close(whole(ours, module.shardc.spec.storages[first]), theirs.detach(), name)
+            close(unshard(ours, module.shardc.spec.storages[first]), theirs.detach(), name)
     for name, buffer in source.named_buffers():
         close(module.get_buffer(name), buffer, name)
 

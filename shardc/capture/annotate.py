@@ -29,7 +29,7 @@ OUTPUT = ""  # name of the tag that gives each output a node of its own
 SAME = "="  # name of the tag of an output that is the same tensor object as an earlier one
 _WITH_EFFECTS = torch.ops.higher_order.with_effects
 # Role kinds that forward must not change in place -> (their word in the error, the fix).
-_UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
+_MUST_NOT_CHANGE = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
 
 
 def model_name(name: str) -> str:
@@ -182,8 +182,8 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
     if backward_from is None:
         return
     output = ir.output_node(graph)
-    behind = list(takewhile(lambda node: node is not backward_from, reversed(graph.nodes)))
-    for node in reversed(behind):
+    later = list(takewhile(lambda node: node is not backward_from, reversed(graph.nodes)))
+    for node in reversed(later):
         if node in needed and node is not output:
             backward_from.prepend(node)
 
@@ -204,16 +204,16 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
     output.meta[ir.ROLES] = tuple(role for role, _ in named)
     output.meta[AGAIN] = {desc.idx for desc in output.meta["desc"] if desc in duplicates}
     for role, result in named:
-        if role.kind in _UNCHANGED:
-            kind, instead = _UNCHANGED[role.kind]
+        if role.kind in _MUST_NOT_CHANGE:
+            kind, instead = _MUST_NOT_CHANGE[role.kind]
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
                 source=line_of(result) or calling_line(),
-                fix=_scaled_rows(role.name, result) or f"compute a new tensor from it, {instead}",
+                fix=_max_norm_fix(role.name, result) or f"compute a new tensor from it, {instead}",
             )
 
 
-def _scaled_rows(name: str, result: fx.Node) -> str | None:
+def _max_norm_fix(name: str, result: fx.Node) -> str | None:
     """Return what the user should write instead of an embedding's ``max_norm``, which changes the parameter ``name`` in
     place. None if something else changes it.
 

@@ -263,7 +263,7 @@ REFUSALS = (
 
 
 # Dynamo's messages for an op that refuses its operands; groups: (op, reason).
-_FAILED = (
+_KERNEL_ERRORS = (
     r"fake tensors: .*?<[^>]*?(?:function|method) '?(\w+).*?got \w+\(['\"](.*?)['\"]\)",
     r"Error <[^>]*?(?:function|method) '?(\w+)[^>]*>: ([^\n]*)",
 )
@@ -290,7 +290,7 @@ def may_run(error: Exception) -> bool:
     text = str(error)
     if not isinstance(error, TorchDynamoException) or re.search(rf"{LOSS_GAVE}|Found <class", text):
         return False
-    if "ata-dependent" in text or any(re.search(form, text, re.DOTALL) for form in _FAILED):
+    if "ata-dependent" in text or any(re.search(form, text, re.DOTALL) for form in _KERNEL_ERRORS):
         return False
     row = next((form for form, *_ in REFUSALS if re.search(form, text)), None)
     return row is None or row in _RUNS
@@ -336,7 +336,7 @@ def capture_error(
         reason = f"{type(error).__name__}: {reason}"
     frames_of = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in frames_of]
-    for form in _FAILED:
+    for form in _KERNEL_ERRORS:
         if failed := re.search(form, text, re.DOTALL):
             cause, fix = uncast if "dtype" in failed[2] else ("", "")
             failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
@@ -351,7 +351,7 @@ def capture_error(
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     for form, what, fix in REFUSALS:
         if re.search(form, text):
-            fix += _ROWS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
+            fix += _FIX_EXPERTS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
             line = user_frame(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
             return CaptureError(f"{type(model).__name__} {what}", source=line or calling_line(), fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
@@ -373,34 +373,36 @@ def capture_error(
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=user_frame(stack) or calling_line(),
-        fix=_RAISES
+        fix=_FIX_RAISE
         if raises
-        else _BRANCH
+        else _FIX_BRANCH
         if "ata-dependent branching" in text
-        else _OBJECT
+        else _FIX_OBJECT
         if loss is not None and "as_proxy" in text
-        else (_ELSEWHERE if re.search(_VAGUE, hint[1]) else hint[1].strip())
+        else (_FIX_ELSEWHERE if re.search(_VAGUE_HINTS, hint[1]) else hint[1].strip())
         if hint and "tolist()" not in reason
-        else _ELSEWHERE
+        else _FIX_ELSEWHERE
         if re.search("returned non-Tensor|shape_env should not be None|as_proxy", text)
-        else _SIZES + (_ROWS if "tolist()" in text and stacked else ""),
+        else _FIX_SIZES + (_FIX_EXPERTS if "tolist()" in text and stacked else ""),
     )
 
 
-_RAISES = "mend what raises there; if it does not raise uncompiled, write that line in another way"
-_OBJECT = (
+_FIX_RAISE = "mend what raises there; if it does not raise uncompiled, write that line in another way"
+_FIX_OBJECT = (
     "pass tensors to functions of torch: if the model returns an object, take the tensor out of it in the loss, as in "
     "loss=lambda output, target: cross_entropy(output.logits, target)"
 )
-_BRANCH = "compute both and choose, by torch.where(condition, a, b), or write torch.cond(condition, f, g, (x,))"
-_ELSEWHERE = "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
+_FIX_BRANCH = "compute both and choose, by torch.where(condition, a, b), or write torch.cond(condition, f, g, (x,))"
+_FIX_ELSEWHERE = (
+    "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
+)
 # Dynamo's hints for its own developers, or for models in which graph breaks are allowed.
-_VAGUE = (
+_VAGUE_HINTS = (
     "write Dynamo tracing rules|file an issue|graph break is fundamental|set_stance|backtrace further above|"
     "custom operator|[Rr]eport an issue"
 )
-_SIZES = "write this line with tensor operations whose shapes do not depend on values"
-_ROWS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
+_FIX_SIZES = "write this line with tensor operations whose shapes do not depend on values"
+_FIX_EXPERTS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
 
 
 def line_with(text: str, model: nn.Module) -> str | None:

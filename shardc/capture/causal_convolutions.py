@@ -48,7 +48,7 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
                                  (("stride", 1), ("padding", 0), ("dilation", 1)))  # fmt: skip
     if x is None or weight is None or stride != 1 or not padding or dilation is None:
         return
-    if padding != dilation * (weight[-1] - 1):
+    if padding != dilation * (weight[-1] - 1):  # as long on both sides as the kernel reaches back
         return
     cuts = _cuts(conv, len(x) - 1, x[-1])
     if not cuts:
@@ -97,7 +97,7 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
         if after is None or len(after) != len(shape):
             return None
         moved = _moved(user, dim, len(shape))
-        if moved is None and _begins(user, dim, len(shape)) and statically_known_true(after[dim] == length):
+        if moved is None and _slices_from_start(user, dim, len(shape)) and statically_known_true(after[dim] == length):
             out.append((user, dim))
             continue
         further = None if moved is None else _cuts(user, moved, length)
@@ -128,7 +128,7 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
     return order.index(dim)
 
 
-def _begins(user: fx.Node, dim: int, rank: int) -> bool:
+def _slices_from_start(user: fx.Node, dim: int, rank: int) -> bool:
     """Return whether ``user`` is a slice that takes ``dim`` of its operand from element 0 on, with step 1. ``rank`` is
     the operand's number of dims.
     """

@@ -249,12 +249,15 @@ def _layers(
     """Computes all layers of an RNN, GRU or LSTM; returns (outputs, last states). Dropout is applied between layers,
     which torch's decomposition does not do.
     """
-    input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
-    for at in range(0, num_layers * ways, ways):
-        directions = [layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n)) for n in range(ways)]
+    input, directions_per_layer, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
+    for at in range(0, num_layers * directions_per_layer, directions_per_layer):
+        directions = [
+            layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n))
+            for n in range(directions_per_layer)
+        ]
         last += [state for _, state in directions]
         input = torch.cat([out for out, _ in directions], -1) if bidirectional else directions[0][0]
-        if dropout and train and at + ways < num_layers * ways:
+        if dropout and train and at + directions_per_layer < num_layers * directions_per_layer:
             input = F.dropout(input, dropout)
     return input.transpose(0, 1) if batch_first else input, last
 
@@ -376,18 +379,20 @@ def _nll_loss_backward(
     """Computes the gradient of ``x`` by comparing the targets with all class numbers. Unlike a scatter, that can be
     sharded over classes.
     """
-    at = 0 if x.ndim < 2 else 1
-    shape = [-1] + [1] * (x.ndim - at - 1)
-    classes = aten.view.default(aten.arange.default(x.shape[at], device=x.device, dtype=torch.int64), shape)
-    target = aten.unsqueeze.default(target, at)
+    class_dim = 0 if x.ndim < 2 else 1
+    shape = [-1] + [1] * (x.ndim - class_dim - 1)
+    classes = aten.view.default(aten.arange.default(x.shape[class_dim], device=x.device, dtype=torch.int64), shape)
+    target = aten.unsqueeze.default(target, class_dim)
     if reduction == _MEAN:
         grad = aten.div.Tensor(grad, total)
     if x.ndim > grad.ndim > 0:
-        grad = aten.unsqueeze.default(grad, at)
+        grad = aten.unsqueeze.default(grad, class_dim)
     if weight is not None:
         grad = aten.mul.Tensor(grad, aten.view.default(weight, shape))
-    hit = aten.logical_and.default(aten.eq.Tensor(target, classes), aten.ne.Scalar(target, ignore_index))
-    return aten.where.self(hit, aten.neg.default(grad), aten.full.default([], 0, dtype=grad.dtype, device=grad.device))
+    is_target = aten.logical_and.default(aten.eq.Tensor(target, classes), aten.ne.Scalar(target, ignore_index))
+    return aten.where.self(
+        is_target, aten.neg.default(grad), aten.full.default([], 0, dtype=grad.dtype, device=grad.device)
+    )
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
@@ -397,7 +402,7 @@ def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, en
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
     if step != 1:  # put zeros in the places that the step skipped
-        if before < step and grad.shape[dim] * step == sizes[dim]:
+        if before < step and grad.shape[dim] * step == sizes[dim]:  # one padding of each place is enough
             spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
             return aten.view.default(spread, sizes)
         spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, 0, step - 1)

@@ -76,15 +76,15 @@ class Dtypes:
         for path, module in model.named_modules():
             if isinstance(module, InnerTensors):  # its wrapper subclass casts it
                 continue
-            mine, outer, holder = policy(path), path.rpartition(".")[0], None
-            outermost = not path or policy(outer) != mine
+            module_policy, outer, holder = policy(path), path.rpartition(".")[0], None
+            outermost = not path or policy(outer) != module_policy
             if path:
                 holder = model.get_submodule(outer)
             layer = isinstance(holder, _CONTAINERS) and any(True for _ in module.parameters())
-            casts = mine.cast_forward_inputs
-            takes = mine.param if casts and (outermost or (layer and casts != "model")) else None
-            gives = mine.output if outermost else None
-            module_dtypes[path] = ModuleDtypes(mine.param, mine.buffers, takes, gives, scaled(path))
+            casts = module_policy.cast_forward_inputs
+            takes = module_policy.param if casts and (outermost or (layer and casts != "model")) else None
+            gives = module_policy.output if outermost else None
+            module_dtypes[path] = ModuleDtypes(module_policy.param, module_policy.buffers, takes, gives, scaled(path))
         return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Repeats) -> Dtypes:

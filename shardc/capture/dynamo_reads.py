@@ -117,7 +117,7 @@ def _memory(node: fx.Node) -> int:
 
 What = Literal["value", "type", "length", "keys", "has", "own"]
 # Guard kind -> the property that it checks; other guards check a value.
-_PROPERTY: dict[str, What] = {
+_CHECKED_PROPERTY: dict[str, What] = {
     "TYPE_MATCH": "type",
     "SEQUENCE_LENGTH": "length", "TUPLE_ITERATOR_LEN": "length", "DICT_LENGTH": "length",
     "DICT_KEYS_MATCH": "keys", "DICT_CONST_KEYS": "keys", "MAPPING_KEYS_CHECK": "keys",
@@ -125,12 +125,12 @@ _PROPERTY: dict[str, What] = {
     "HASATTR": "has", "NOT_PRESENT_IN_GENERIC_DICT": "own",
 }  # fmt: skip
 # Guards checked elsewhere: arguments, the modules' tensors, torch's global state.
-_NOT_READS = {
+_CHECKED_ELSEWHERE = {
     "DUPLICATE_INPUT", "OBJECT_ALIASING", "EMPTY_NN_MODULE_HOOKS_DICT", "SHAPE_ENV", "WEAKREF_ALIVE", "DATA_PTR_MATCH",
 }  # fmt: skip
 _STATE_TABLE = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
 # Modules of the tracing machinery; their registries grow with every import and no model is computed from them.
-_MACHINERY = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
+_TRACING_MODULES = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
 # The attribute in which nn.Module.compile keeps a compiled forward; it computes the same as forward.
 _COMPILED_CALL = "_compiled_call_impl"
 _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
@@ -208,11 +208,11 @@ def reads_of(
         kind, keywords = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
         lookup = Lookup(model, loss, scopes)
         source = guard.originating_source
-        written = source.name if isinstance(source.name, str) else source.name()
-        text = _expression(written, imported, output.global_scope, scopes)
-        if text is None or kind in _NOT_READS or _MACHINERY.search(text):
+        guarded = source.name if isinstance(source.name, str) else source.name()
+        text = _expression(guarded, imported, output.global_scope, scopes)
+        if text is None or kind in _CHECKED_ELSEWHERE or _TRACING_MODULES.search(text):
             continue
-        what, key = _PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))
+        what, key = _CHECKED_PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))
         if what == "has" and isinstance(key, bytes):  # the presence of an environment variable
             reads.add(Read(f"{text}[{key!r}]"))
             continue
@@ -222,6 +222,7 @@ def reads_of(
         path = parse(text)
         try:
             value = lookup(path)
+            # The modes of modules are part of the key of each call.
             if path[0] == "attribute" and path[2] == "training" and lookup(path[1]) in modules:
                 continue
         except (AttributeError, KeyError, IndexError, TypeError):

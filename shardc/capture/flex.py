@@ -107,7 +107,7 @@ def functions_of(
         kernel_options: torch's options for its kernel, which its op takes.
     """
     score = torch.promote_types(query.dtype, torch.float32)
-    dtypes = [torch.int64] * 4
+    dtypes = [torch.int64] * 4  # batch, head, row, column
     graphs = (
         _traced(score_mod, query, [score, *dtypes], of_score), _traced(mask_mod, query, dtypes, of_mask),
     )  # fmt: skip
@@ -160,6 +160,7 @@ class _Broadcast:
             self.env[node] = self.new.placeholder(node.name)
         self.sizes = sizes
         self.lookups = {node: lookup for node in graph.nodes if (lookup := _lookup(node)) is not None}
+        # Lookups that take a part of a table, from which the next lookup takes a number.
         self.partial = {
             node for node in self.lookups
             if node.meta["val"].ndim and any(x in self.varies for x in self.lookups[node][1])

@@ -13,7 +13,7 @@ from torch import fx
 aten = torch.ops.aten
 
 
-def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
+def remove_flips(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
     """Remove, in place, flips of the sequences and of the results of ``scan``. Return whether the scan now has to run
     in reverse: it has to if most sequences were flipped.
 
@@ -36,7 +36,7 @@ def turn(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[
             result.replace_all_uses_with(
                 flipped_result, delete_user_cb=lambda user, inserted=flipped_result: user is not inserted
             )
-        for flip in filter(_flips, list(result.users)):
+        for flip in filter(_flips, list(result.users)):  # a flip of a flip is the value itself
             for user in filter(_flips, list(flip.users)):
                 user.replace_all_uses_with(result)
                 outer.erase_node(user)

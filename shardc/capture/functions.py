@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.capture_errors import COLLECTIVES, line_of
 from shardc.capture.decompositions import numbers_as_tensors
-from shardc.capture.flips import turn
+from shardc.capture.flips import remove_flips
 from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import NO_GRADIENT, OPS, Function, function_of, named, register
 from shardc.errors import CaptureError, VerifyError
@@ -71,7 +71,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     before, reverse = list(flat), False
     if kind == "scan":
         counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
-        reverse = turn(gm.graph, node, flat, counts)
+        reverse = remove_flips(gm.graph, node, flat, counts)
         named(graphs[0])
     function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name, *([True] if reverse else [])), {}
@@ -288,17 +288,17 @@ def _gradient(
 
         def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:
             left = iter(inputs)
-            results = run(*(next(left) if is_one else x for x, is_one in zip(arguments, floating, strict=True)))
+            results = run(*(next(left) if is_float else x for x, is_float in zip(arguments, floating, strict=True)))
             return tuple(x for x in results if x.is_floating_point())
 
-        pull: Any = torch.func.vjp(of_floating, *(x for x, is_one in zip(arguments, floating, strict=True) if is_one))[
-            1
-        ]
+        pull: Any = torch.func.vjp(
+            of_floating, *(x for x, is_float in zip(arguments, floating, strict=True) if is_float)
+        )[1]
         terms = pull(grads)
         return (*terms[:count], *map(torch.add, totals, terms[count:]))
 
     mode: Any = getattr(vals[0], "fake_mode")  # noqa: B009
     with mode:
-        like = [torch.empty_like(x) for x, is_one in zip(vals, floating, strict=True) if is_one]
+        like = [torch.empty_like(x) for x, is_float in zip(vals, floating, strict=True) if is_float]
         traced = make_fx(back, decomposition_table=dict(decompositions))(*like, *map(torch.empty_like, vals))
     return graph_of_function(traced, loop, "while_loop")

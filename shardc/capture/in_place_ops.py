@@ -77,6 +77,7 @@ def _overlap(x: Any, y: Any) -> bool:
         return False
     if x.stride() != y.stride():
         return True
+    # With equal strides, they share elements if their ranges overlap in every dim.
     at, starts = (x.storage_offset(), y.storage_offset()), []
     for dim in sorted(range(x.dim()), key=lambda dim: -x.stride(dim)):
         below = max(x.stride(dim), 1)

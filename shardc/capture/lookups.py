@@ -64,6 +64,7 @@ class _Lookup:
     order: 0, 1, 2 and so on.
 
     Attributes:
+        plain: whether every index is a tensor of integers.
         by_place: for each index, whether it is an ``arange`` along a dim of the result.
         along: whether another index varies along such a dim too: it selects another entry in each row, as ``gather``
             does.
@@ -82,6 +83,7 @@ class _Lookup:
         self.shape = torch.broadcast_shapes(*(x.meta["val"].shape for x in nodes))
         self.indices = [self._index(x, size) for x, size in zip(nodes, self.table, strict=False)]
         all_places = [x.place for x in self.indices]
+        # Of several indices along one dim of the result, only the first reads its dim in order.
         self.by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
         others = [x for x, by_place in zip(self.indices, self.by_place, strict=True) if not by_place]
         self.along = any(x.dims.intersection(all_places) for x in others)
@@ -122,7 +124,7 @@ class _Lookup:
         varies = frozenset().union(*(x.dims for x in self.indices))
         fixed = [dim for dim in range(len(self.shape)) if dim not in varies]
         if fixed and not adds:
-            return None  # one value of several stays
+            return None  # several values are written to one entry, and the last one stays
         values = self._call(aten.expand.default, values, whole)
         ordered, others, tail = self._parts()
         places, rest = [self.indices[dim].place for dim in ordered], self._rest()
@@ -141,6 +143,7 @@ class _Lookup:
             target = aten.scatter_add.default if adds else aten.scatter.src
             values = self._call(target, table, len(ordered), index, values)
             return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
+        # Along dims that no index varies over, all values are added to the same entries.
         if fixed:
             values = self._call(aten.sum.dim_IntList, values, fixed, True)
         dims = [*places, *(dim for dim in rest if dim not in fixed), *range(len(self.shape), values.meta["val"].ndim)]
@@ -178,7 +181,7 @@ class _Lookup:
         index, size = self.indices[other].node, self.table[other]
         if index.meta["val"].dtype != torch.int64:
             index = self._call(aten._to_copy.default, index, dtype=torch.int64)
-        from_end = self._call(aten.lt.Scalar, index, 0)
+        from_end = self._call(aten.lt.Scalar, index, 0)  # `gather` takes no negative index
         index = self._call(aten.where.self, from_end, self._call(aten.add.Tensor, index, size), index)
         index = self._call(aten.expand.default, index, self.shape)
         index = self._call(aten.permute.default, index, [*(self.indices[dim].place for dim in ordered), *rest])

@@ -141,7 +141,7 @@ def _interface(self: object, experts_implementation: str, default: object) -> Ca
     return transformers_experts
 
 
-def other_forms() -> tuple[tuple[object, str, object], ...]:
+def expert_patches() -> tuple[tuple[object, str, object], ...]:
     """Return the patches for the experts of imported libraries: (owner, attribute name, replacement)."""
     library = sys.modules.get("transformers.integrations.moe")
     interfaces = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)

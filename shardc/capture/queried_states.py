@@ -193,6 +193,7 @@ class GradMode:
 
         Raises Unsupported in a reentrant checkpoint.
         """
+        # A polyfill is Dynamo's code for a function that the user's code calls.
         if is_versioned(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
             return False
         if self._reentrant:

@@ -36,7 +36,7 @@ def without_raising() -> Iterator[None]:
         for kind, table in before:
             handlers = list(table)
             for code in (dis.opmap[name] for name in _JUMPS if name in dis.opmap):
-                handlers[code] = _past_raises(table[code])
+                handlers[code] = _leaving_out_raises(table[code])
             kind.dispatch_table = handlers
         yield
     finally:
@@ -51,7 +51,7 @@ def _subclasses(kind: Any) -> Iterator[Any]:
         yield from _subclasses(derived)
 
 
-def _past_raises(jump: Jump) -> Jump:
+def _leaving_out_raises(jump: Jump) -> Jump:
     """Wrap ``jump``, Dynamo's handler of a conditional jump. The returned handler skips a branch on a tensor if one
     side of it does nothing but raise.
     """

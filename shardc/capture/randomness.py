@@ -101,7 +101,7 @@ def refuse_draws(graph: fx.Graph) -> None:
         arguments = arguments_of(node)
         shares = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
         attends = "attention" in str(node.target) or "_rnn" in str(node.target)
-        if attends and not any(shares):
+        if attends and not any(shares):  # draws only for a dropout
             continue
         raise CaptureError(
             f"{node.target} draws random numbers that would differ from rank to rank",

@@ -99,6 +99,7 @@ class ReachableState:
 
         Of the globals of libraries, which may be caches, it adds constants only.
         """
+        # What `getattr` reads is named by a string.
         self._queried |= names_in(code)[1] if {"getattr", "hasattr"} & {*code.co_names} else set()
         base = self._scope(scope)
         of_library = is_of_library(str(scope.get("__name__")))

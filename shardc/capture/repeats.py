@@ -26,7 +26,7 @@ from shardc.capture import markers
 from shardc.capture.annotate import model_name
 from shardc.capture.decompositions import fake_like
 from shardc.capture.dtypes import Dtypes
-from shardc.capture.replacements import is_cache, other_layers
+from shardc.capture.replacements import is_cache, traceable_layers
 from shardc.capture.trace import Loss, _Root, faked
 from shardc.ir.inner import metadata
 from shardc.ir.module_paths import is_in, name_in
@@ -201,10 +201,10 @@ def record_calls(
     record = Recorder(reuse)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(markers.patched(markers.other_forms()))
+        stack.enter_context(markers.patched(markers.expert_patches()))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
-        stack.enter_context(other_layers(root))
+        stack.enter_context(traceable_layers(root))
         stack.enter_context(mode)
         stack.enter_context(torch.no_grad())
         fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]
@@ -363,7 +363,7 @@ def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
     if any(_draws(func, args) for call in calls for func, args, *_ in record.events[call.enter : call.exit]):
         return None
     pairs = list(zip(calls, calls[1:], strict=False))
-    if any(before.exit > after.enter for before, after in pairs):
+    if any(before.exit > after.enter for before, after in pairs):  # a block calls the next one
         return None
     bodies = [_calls_inside(record, call, name) for call, name in zip(calls, names, strict=True)]
     links = [None, *(_calls_between(record, before, after) for before, after in pairs)]
@@ -429,8 +429,8 @@ def _calls_inside(record: Recorder, call: Block, name: str) -> object:
 
     def name_of(x: Token) -> object:
         if (inner := name_in(record.names.get(x, ""), name)) is not None:
-            return "held", inner
-        return ("taken", takes[x]) if x in takes else None
+            return "parameter", inner
+        return ("argument", takes[x]) if x in takes else None
 
     return _comparable(record, call.enter, record.events[call.enter : call.exit], call.gives, name_of)
 
@@ -442,7 +442,7 @@ def _calls_between(record: Recorder, before: Block, after: Block) -> object:
     gives, takes = _tokens(before.gives), _tokens(before.takes)
 
     def name_of(x: Token) -> object:
-        return ("given", gives[x]) if x in gives else ("taken before", takes[x]) if x in takes else None
+        return ("result", gives[x]) if x in gives else ("argument before", takes[x]) if x in takes else None
 
     return _comparable(record, before.exit, record.events[before.exit : after.enter], after.takes, name_of)
 
@@ -462,19 +462,19 @@ def _calls_outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], 
     parameters in it.
     """
     spans = []
-    gives: dict[Token, tuple[int, int]] = {}
+    results_of_runs: dict[Token, tuple[int, int]] = {}
     for number, run in enumerate(repeats):
         calls = [record.blocks[name][0] for name in run.names()]
         spans.append((calls[0].enter, calls[-1].exit))
-        gives.update({x: (number, at) for x, at in _tokens(calls[-1].gives).items()})
+        results_of_runs.update({x: (number, at) for x, at in _tokens(calls[-1].gives).items()})
     events = [e for at, e in enumerate(record.events) if not any(start <= at < end for start, end in spans)]
     inputs, results = _tokens(record.inputs), {x for *_, results, _ in events for x in _tokens(results)}
 
     def name_of(x: Token) -> object:
         if x in record.names:
-            return "held", renamed(record.names[x])
-        if x in gives:
-            return "given", gives[x]
+            return "parameter", renamed(record.names[x])
+        if x in results_of_runs:
+            return "result of a run", results_of_runs[x]
         return ("input", inputs.get(x)) if x in inputs or x not in results else None
 
     return _comparable(record, 0, events, record.result, name_of)

@@ -2,7 +2,7 @@
 
 - Key-value caches of ``transformers`` are registered as pytrees, so that their tensors are inputs and outputs. A
   program does not change a cache that is passed in; the cache that it returns has the added keys and values.
-- Layers: `other_layers`.
+- Layers: `traceable_layers`.
 - Functions of torch: an embedding bag is one kernel over all bags; some functions check values; torch decomposes some
   wrongly. The functions here have the same results and gradients.
 """
@@ -196,7 +196,7 @@ def _from_json(value: object) -> object:
 
 
 @contextmanager
-def other_layers(root: nn.Module) -> Iterator[None]:
+def traceable_layers(root: nn.Module) -> Iterator[None]:
     """Context manager in which those layers of ``root`` that cannot be traced are replaced by equivalent ones.
 
     - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by a counter, used as a tensor, not as a
@@ -551,11 +551,11 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 
 
 @contextmanager
-def other_forms() -> Iterator[None]:
+def traceable_functions() -> Iterator[None]:
     """Context manager in which functions of torch, and handlers of Dynamo, are replaced by those of this file and of
     the modules that it imports (their ``OTHER_FORMS``).
     """
     raises.fill_kl_cache()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    with markers.patched((*_OTHER_FORMS, *markers.other_forms())), checkpoints.sequential_traced():
+    with markers.patched((*_OTHER_FORMS, *markers.expert_patches())), checkpoints.sequential_traced():
         yield

@@ -102,7 +102,7 @@ class Run:
                 fx_traceback.current_meta.pop(key, None)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def recording_origins(self) -> Iterator[None]:
         """Context manager in which each traced op gets the module, user line and checkpoint region that it comes from,
         in its node's meta.
         """
@@ -180,24 +180,24 @@ class Run:
             changed.extend(self._state.changes())
             return out
 
-        draws = random.getstate(), np.random.get_state(legacy=False)["state"]
-        before_run, numbers = sys.getprofile(), torch.get_rng_state()
+        python_generators = random.getstate(), np.random.get_state(legacy=False)["state"]
+        before_run, torch_generator = sys.getprofile(), torch.get_rng_state()
         with restored(model) as before, mode:
             sys.setprofile(self._profile)
             try:
                 out = self._run(run, fakes, {id(x): x for x in named.values()})
             finally:
                 sys.setprofile(before_run)
-            texts = replaced_buffers(before, self._line_of)
-        if draws[0] != random.getstate():
+            buffer_changes = replaced_buffers(before, self._line_of)
+        if python_generators[0] != random.getstate():
             raise Unsupported("a random number of Python's")
-        if not _same_numbers(draws[1], np.random.get_state(legacy=False)["state"]):
+        if not _same_numbers(python_generators[1], np.random.get_state(legacy=False)["state"]):
             raise Unsupported("numpy.random")
-        if not torch.equal(numbers, torch.get_rng_state()):
+        if not torch.equal(torch_generator, torch.get_rng_state()):
             raise Unsupported("a state, that of torch's generator,")
         self._refuse_acts(named, needed)
         memories = tuple(_memory(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
-        return memories, owners, [*self._changes(changed, texts), *prints(self.codes)]
+        return memories, owners, [*self._changes(changed, buffer_changes), *prints(self.codes)]
 
     def reads(self) -> Reads:
         """Return the `Reads`: guards on all Python values that the code that ran is known to read."""
@@ -215,7 +215,7 @@ class Run:
             self.codes[code] = None
             for state in (self._state, self._reads):
                 state.add_globals(code, frame.f_globals)
-        elif event == "call" and _is_state(code) and frame.f_back is not None and _is_users(frame.f_back):
+        elif event == "call" and _is_state(code) and frame.f_back is not None and _is_user_code(frame.f_back):
             raise Unsupported(f"a state, {code.co_name}")
         elif event == "c_call":
             owner = getattr(called, "__self__", None)
@@ -227,7 +227,7 @@ class Run:
                 raise Unsupported(f"builtin `time.{called.__name__}`")
             modules = {getattr(called, "__module__", ""), owner.__name__ if isinstance(owner, ModuleType) else ""}
             of_process = isinstance(owner, ContextVar) or not modules.isdisjoint(_STATE_MODULES)
-            if of_process and called not in STATES.values() and _is_users(frame):
+            if of_process and called not in STATES.values() and _is_user_code(frame):
                 raise Unsupported(f"a state, {called.__name__}")
 
     def _refuse_acts(self, named: dict[str, Tensor], needed: dict[str, bool]) -> None:
@@ -294,7 +294,7 @@ class Run:
                 )
 
 
-def _is_users(frame: FrameType) -> bool:
+def _is_user_code(frame: FrameType) -> bool:
     """Return whether ``frame`` runs the user's code: not torch's, Python's, shardc's or an installed library's."""
     return not is_versioned(frame.f_code) and not is_of_library(str(frame.f_globals.get("__name__")))
 
@@ -311,7 +311,7 @@ def _is_state(code: CodeType) -> bool:
     return path.startswith(_STATE_FILES) or path == "torch/__init__.py" and code.co_argcount == 0
 
 
-def unseen(model: nn.Module, refused: CaptureError) -> ShardcWarning:
+def warn_of_unseen_reads(model: nn.Module, refused: CaptureError) -> ShardcWarning:
     """Return the warning for a model that was captured by running it, because Dynamo refused it for the reason in
     ``refused``.
     """

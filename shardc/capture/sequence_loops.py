@@ -77,12 +77,14 @@ def _loops(
     for node in graph.nodes:
         for series, at in slices(node):
             by_series.setdefault(series, {}).setdefault(at, []).append(node)
-    every = {x: nodes for x, nodes in by_series.items() if len(nodes) >= STEPS and set(nodes) == {*range(x.count)}}
-    for steps in dict.fromkeys(x.count for x in every if _is_of(x, lengths)):
-        numbered = {x: nodes for x, nodes in every.items() if x.count == steps}
+    whole_series = {
+        x: nodes for x, nodes in by_series.items() if len(nodes) >= STEPS and set(nodes) == {*range(x.count)}
+    }
+    for steps in dict.fromkeys(x.count for x in whole_series if _is_whole_sequence(x, lengths)):
+        numbered = {x: nodes for x, nodes in whole_series.items() if x.count == steps}
         order = _Order(graph, numbered)
         for series, nodes in numbered.items():
-            for last, size in order.strides(nodes) if _is_of(series, lengths) else ():
+            for last, size in order.strides(nodes) if _is_whole_sequence(series, lengths) else ():
                 for segments in order.segments(last, size, steps):
                     loop = _Loop(order, segments, decompositions)
                     if loop.matches():
@@ -90,7 +92,7 @@ def _loops(
                         break
 
 
-def _is_of(series: Series, lengths: Collection[int]) -> bool:
+def _is_whole_sequence(series: Series, lengths: Collection[int]) -> bool:
     """Return whether ``series`` cuts a whole sequence into its elements, or into pieces of equal size. ``lengths`` are
     the lengths of the sequences. False for slices of a parameter.
     """
@@ -234,15 +236,15 @@ class _Loop:
         before. Adds that role to ``roles[at]``.
         """
         places = [self.number.get(node) for node in nodes]
-        if places[0] is not None:
+        if places[0] is not None:  # a value of the segment itself
             self.roles[at].append(None)
             return places == [(k, places[0][1]) for k in range(len(nodes))]
-        if (before := places[1]) is not None:
+        if (before := places[1]) is not None:  # of the segment before: a carry
             self._add(at, "carry", self.carries, (before[1], nodes[0]))
             return places[1:] == [(k, before[1]) for k in range(len(nodes) - 1)] and _have_same_type(nodes)
         if any(place is not None for place in places) or not isinstance(value_of(nodes[0]), Tensor):
             return False
-        if all(node is nodes[0] for node in nodes):
+        if all(node is nodes[0] for node in nodes):  # the same in all segments
             self._add(at, "rest", self.rest, nodes[0])
             return True
         for series, _ in self.order.slices.get(nodes[0], ()):
@@ -427,21 +429,21 @@ class _Loop:
         )
         results_of_scan = at.call(scan, step, carries, [at.series(series) for series in self.xs], rest)
         carried = [at.item(results_of_scan, number, value_of(x)) for number, (_, x) in enumerate(self.carries)]
-        every = {}
+        stacked = {}
         for number, result in enumerate(results, len(carried)):
             value = value_of(self.segments[0][result])
             with value.fake_mode:
-                every[result] = at.item(results_of_scan, number, value.new_empty((steps, *value.shape)))
+                stacked[result] = at.item(results_of_scan, number, value.new_empty((steps, *value.shape)))
         for series, number in self.writes:
-            at.write(series, every[number])
+            at.write(series, stacked[number])
         for collector, result in self.collected.items():
-            behind = _At(gm.graph, collector)
-            collector.replace_all_uses_with(behind.collected(collector, every[result]))
+            at_collector = _At(gm.graph, collector)
+            collector.replace_all_uses_with(at_collector.collected(collector, stacked[result]))
             gm.graph.erase_node(collector)
         finals = {number: value for (number, _), value in zip(self.carries, carried, strict=True)}
         for number in self.last:
             value = finals.get(number)
-            value = at.call("select", every[number], 0, steps - 1) if value is None else value
+            value = at.call("select", stacked[number], 0, steps - 1) if value is None else value
             self.segments[-1][number].replace_all_uses_with(value, delete_user_cb=lambda user: user not in self.number)
         used = [x for nodes in self.segments for call in nodes for x in _operands(call) if x in self.order.slices]
         for node in reversed([node for nodes in self.segments for node in nodes]):

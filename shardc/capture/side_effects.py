@@ -76,7 +76,7 @@ MODEL = "L['self']._modules['model']"
 _CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "appendleft"})
 _CONSTANTS = (bool, int, float, str, type(None))
 # Attributes that torch itself keeps on a module; hooks and tensors have their own checks.
-_TORCHS = frozenset(vars(nn.Module()))
+_ATTRIBUTES_OF_TORCH = frozenset(vars(nn.Module()))
 _PRESENT: Any = object()  # value of an attribute that code may only test for presence (hasattr)
 # Ends a warning of what a forward changes: an attribute, a variable or a global.
 NOT_CHANGED = "in forward; the compiled program does not: return what is needed after the call"
@@ -147,7 +147,7 @@ def changes_recorded() -> Iterator[list[Change]]:
             return
         expression = text.replace(MODEL, "model") + (f".{name}" if name else "")
         attribute = name or expression.rpartition(".")[2]
-        if attribute not in _TORCHS and "_hooks[" not in expression:
+        if attribute not in _ATTRIBUTES_OF_TORCH and "_hooks[" not in expression:
             frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
             owner, stored = text.replace(MODEL, "model"), self.store_attr_mutations
             changes.append(Change(expression, attribute, value, user_frame(frames), owner, stored))
@@ -198,23 +198,25 @@ def changed_reads(
     after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
     constants = {name: value for name, value in after.items() if isinstance(value, _CONSTANTS)}
     refused: CaptureError | None = None
-    at, loaded = Lookup(model, loss, reads.scopes), None
+    lookup, loaded = Lookup(model, loss, reads.scopes), None
     seen = {read.expression for read in reads.entries}
     presence_checks = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
     for change in changes:
         if change.expression not in seen | presence_checks:
             continue  # it is not read, or only after this call has set it
         try:
-            before, absent = at(parse(change.expression)), False
+            before, absent = lookup(parse(change.expression)), False
         except _MISSING:
             before, absent = None, True
         if before is _PRESENT or change.expression not in (presence_checks if absent else seen):
             continue  # it is not read, or is there and stays there
-        filled = before is None or isinstance(before, (dict, list, set))
-        if filled and change.tensors and not any(map(_depends_on_inputs, change.tensors)):
+        # A table that is filled from no input has the same value in each call.
+        fills_table = before is None or isinstance(before, (dict, list, set))
+        if fills_table and change.tensors and not any(map(_depends_on_inputs, change.tensors)):
             continue
         loaded = loaded_names(code) if loaded is None else loaded
-        name = _variable(change, at)
+        name = _variable(change, lookup)
+        # Code that only changes the object in place (`self.count += 1`) computes nothing from its value.
         if not name.isidentifier() or name in loaded:
             error = reads_and_changes(change.expression, change.name, change.line or None)
             if absent:
@@ -228,8 +230,8 @@ def changed_reads(
                 refused = refused or error
     if refused is None:
         return reads
-    settled = retrace(constants)
-    both = None if settled is None else reads.joined(settled)
+    second_reads = retrace(constants)
+    both = None if second_reads is None else reads.joined(second_reads)
     if both is None:
         raise refused
     read = {entry.expression for entry in both.entries if entry.expression.startswith("model")} - {
@@ -238,16 +240,16 @@ def changed_reads(
     return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))
 
 
-def _variable(change: Change, at: Lookup) -> str:
+def _variable(change: Change, lookup: Lookup) -> str:
     """Return the name in the user's code of what ``change`` sets: an attribute, a global or a closure variable.
 
     Args:
-        at: evaluates expressions.
+        lookup: evaluates expressions.
     """
     function, cell, place = change.expression.removesuffix(".cell_contents").rpartition(".__closure__[")
     if not cell or not change.expression.endswith(".cell_contents"):
         return change.name
-    names: tuple[str, ...] = at(parse(function)).__code__.co_freevars
+    names: tuple[str, ...] = lookup(parse(function)).__code__.co_freevars
     return names[int(place.rstrip("]"))]
 
 
@@ -285,8 +287,9 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
     """Context manager in which attributes and globals have other values. ``values`` maps their expressions (as in
     `Read`) to these values.
     """
-    at = Lookup(model)
-    places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
+    lookup = Lookup(model)
+    places = [(lookup(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
+    # `places` stands for an attribute that is not there.
     before = [getattr(owner, "__dict__", {"cell_contents": value}).get(name, places) for owner, name, value in places]
     try:
         for owner, name, value in places:

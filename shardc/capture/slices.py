@@ -86,7 +86,7 @@ def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
         at = next(at for at, x in enumerate(entries) if x is Ellipsis)
         missing = len(shape) - sum(x is not None and x is not Ellipsis for x in entries)
         entries[at : at + 1] = [WHOLE] * missing
-        if Ellipsis in plain[plain.index(Ellipsis) + 1 :]:
+        if Ellipsis in plain[plain.index(Ellipsis) + 1 :]:  # a second one, which torch refuses
             return
     dims = [at - entries[:at].count(None) for at in range(len(entries))]
     for at, entry in enumerate(entries):

@@ -46,8 +46,8 @@ from shardc.capture.markers import Tag, mark, tagged
 from shardc.capture.queried_states import recorded_states, value_numbers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
-from shardc.capture.replacements import other_forms, other_layers
-from shardc.capture.running import Run, unseen
+from shardc.capture.replacements import traceable_functions, traceable_layers
+from shardc.capture.running import Run, warn_of_unseen_reads
 from shardc.capture.sequence_loops import scan_loops
 from shardc.capture.side_effects import (
     assigned,
@@ -350,8 +350,8 @@ def trace(
         stack.enter_context(tagged(root, tags))
         stack.enter_context(torch._dynamo.config.patch(_settings()))
         stack.enter_context(dynamo_captures())
-        stack.enter_context(other_layers(root))
-        stack.enter_context(other_forms())
+        stack.enter_context(traceable_layers(root))
+        stack.enter_context(traceable_functions())
         stack.enter_context(without_raising())
         stack.enter_context(eager_dropout())
         stack.enter_context(without_random_numbers())
@@ -369,9 +369,9 @@ def trace(
                 )
 
         failed = partial(capture_error, model, loss=loss, inputs=named, uncast=uncast)
-        run = None
+        fallback = None  # runs forward on fake tensors instead, if Dynamo cannot trace it
         try:
-            with recorded() as traces, changes_recorded() as sets, recorded_states() as states:
+            with recorded() as traces, changes_recorded() as state_changes, recorded_states() as states:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
             memories, owners = memories_of(traced, root, places, fakes, inputs)
@@ -392,51 +392,54 @@ def trace(
             if not may_run(error):
                 raise failed(error) from error
             refused = failed(error)
-            run = Run(root, template, loss, [(name, x.requires_grad) for name, x in named])
-        if run is not None:
+            fallback = Run(root, template, loss, [(name, x.requires_grad) for name, x in named])
+        if fallback is not None:
             with mode:
-                run_fakes = [fake(name, x) for name, x in named]
+                fallback_inputs = [fake(name, x) for name, x in named]
             try:
-                with run.noted():
-                    memories, owners, changes = run.observe(run_fakes, mode)
-                    vars(root)["forward"] = run
+                with fallback.recording_origins():
+                    memories, owners, changes = fallback.observe(fallback_inputs, mode)
+                    vars(root)["forward"] = fallback
                     joint, dynamo = joint_of(root), mode
             except ShardcError:
                 raise
             except Exception as error:
                 raise (failed(error) if is_explained(error) else refused) from error
-            run.refuse_foreign(joint.graph_module)
-            changes.insert(0, unseen(template, refused))
+            fallback.refuse_foreign(joint.graph_module)
+            changes.insert(0, warn_of_unseen_reads(template, refused))
         else:
             with mode:
-                changes = side_effects([str(warning.message) for warning in caught], model, lambda: root(*fakes), sets)
+                changes = side_effects(
+                    [str(warning.message) for warning in caught], model, lambda: root(*fakes), state_changes
+                )
                 changes += changed_arguments(model, *root.arguments(fakes)[:2])
             changes += prints(traced_code(traces[-1].graph_capture_output))
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
 
     def retrace(constants: dict[str, Constant], grad: bool = torch.is_grad_enabled()) -> Reads | None:
+        """Traces again with these constants. Returns the reads; None if the graph differs or cannot be traced."""
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
                 other = trace(
-                    template, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths, retraces=grad != records
+                    template, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths, retraces=grad != with_grad
                 )
             except ShardcError:
                 return None
         numbers: dict[Hashable, int] = {}
-        first, second = (value_numbers(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
+        first, second = (value_numbers(gm, numbers, grad == with_grad) for gm in (other.graph, joint.graph_module))
         return other.reads if first == second else None
 
-    records = torch.is_grad_enabled()
-    if run is not None:
-        reads = run.reads()
+    with_grad = torch.is_grad_enabled()
+    if fallback is not None:
+        reads = fallback.reads()
     else:
         reads = reads_of(traces[-1], model, loss, states, graph_inputs)
         codes = traced_code(traces[-1].graph_capture_output)
-        sets = expressed(traces[-1], sets, reads)
-        reads = changed_reads(sets, reads, model, loss, codes, retrace if retraces else lambda _: None)
-        if retraces and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
+        state_changes = expressed(traces[-1], state_changes, reads)
+        reads = changed_reads(state_changes, reads, model, loss, codes, retrace if retraces else lambda _: None)
+        if retraces and with_grad and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
             both = reads.joined(other)  # the graph is the same without gradients: one program is enough
             if both is not None:
                 reads = replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))

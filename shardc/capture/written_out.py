@@ -51,13 +51,13 @@ def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.nodes:
-                if node.op == "call_function" and node.target is flex_attention and not _largest(node):
+                if node.op == "call_function" and node.target is flex_attention and not _uses_maximum(node):
                     node.target = flex.attention
                 node.target = plain.get(node.target, node.target) if node.op == "call_function" else node.target
             graph_module.recompile()
 
 
-def _largest(call: fx.Node) -> bool:
+def _uses_maximum(call: fx.Node) -> bool:
     """Return whether the third result of ``call``, a ``flex_attention``, is used: the largest score of each query."""
     return any(user.target is not getitem or user.args[1] == 2 and user.users for user in call.users)
 

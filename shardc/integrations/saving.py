@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime.events import Event
-from shardc.runtime.full_params import whole_on_first
+from shardc.runtime.full_params import unshard_on_first
 from shardc.runtime.module import ShardedModule
 
 
@@ -47,7 +47,7 @@ class ShardedSaving(ShardedModule):
             for name, value in _written(self, values).items():
                 if isinstance(value, DTensor) and id(value) not in gathered:
                     storage = state.spec.stored[names[id(value)]]
-                    gathered[id(value)] = whole_on_first(value, storage, state.spec.groups)
+                    gathered[id(value)] = unshard_on_first(value, storage, state.spec.groups)
                 whole[name] = gathered.get(id(value), value.detach().cpu() if isinstance(value, Tensor) else value)
             if state.spec.groups.first:
                 vars(self)["state_dict"] = lambda *args, **kwargs: whole

@@ -22,7 +22,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
 from shardc.runtime.events import Event
-from shardc.runtime.full_params import whole_on_first
+from shardc.runtime.full_params import unshard_on_first
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.namespace import Namespace, shares_errors
 from shardc.runtime.sharded_init import Lazy, part
@@ -222,7 +222,7 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
             value = values[name]
             if isinstance(value, DTensor):
                 assert state.spec.groups is not None
-                last[name] = whole_on_first(value, state.spec.stored[names[id(value)]], state.spec.groups)
+                last[name] = unshard_on_first(value, state.spec.stored[names[id(value)]], state.spec.groups)
             else:
                 last[name] = value.detach()
         return last[name]

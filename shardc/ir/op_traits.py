@@ -36,7 +36,7 @@ def aliases(target: object) -> bool:
 
 
 @cache
-def lends(target: object) -> bool:
+def may_share_memory(target: object) -> bool:
     """Return whether results of the op ``target`` may share memory with its operands. ``reshape`` counts as a copy.
 
     In `aliases`, ``reshape`` counts as a view.

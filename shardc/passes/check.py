@@ -45,10 +45,10 @@ def check(
     Raises:
         VerifyError: a check fails; the error names the stage, the node and the reason.
     """
-    verify(gm, mesh, stage, agrees, spec=spec)
+    verify(gm, mesh, stage, disagreement, spec=spec)
     prints = fingerprints(gm.graph)
     if before is not None and stage in MOVING and (wrong := changed(before, gm, prints)) is not None:
-        raise broken(Subject(gm, mesh, agrees), stage, *wrong)
+        raise broken(Subject(gm, mesh, disagreement), stage, *wrong)
     return program(gm, prints)
 
 
@@ -92,7 +92,7 @@ class Verify(Hook):
             if stage in MOVING:
                 self.program = check(gm, self.mesh, stage, self.program, spec=self.spec)
             else:
-                _check(Subject(gm, self.mesh, agrees), stage, SPECS[self.spec], stage not in SPECS)
+                _check(Subject(gm, self.mesh, disagreement), stage, SPECS[self.spec], stage not in SPECS)
                 self.program = None  # other passes change values on purpose
 
 
@@ -166,7 +166,7 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
             ) from None
 
 
-def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
+def disagreement(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
     """Checks the layouts of an op against its rule. Returns None if the layouts of its results follow from those of its
     operands, else the disagreement as text.
 
@@ -229,11 +229,11 @@ def check_waits(subject: Subject) -> Broken:
             continue
         if wait not in leaves:
             first = min(map(place.__getitem__, wait.users), default=0)
-            blocking = _idle(graph, nodes[place[wait] + 1 : first])
+            blocking = _first_compute(graph, nodes[place[wait] + 1 : first])
         elif start in leaves:  # a second reduction, which starts when the first is done
             continue
         elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
-            blocking = _idle(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
+            blocking = _first_compute(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
         else:
             continue
         if blocking is not None:
@@ -251,7 +251,7 @@ def _computes(node: fx.Node) -> bool:
     return not is_start(node) and node.target is not WAIT and node.target is not getitem
 
 
-def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
+def _first_compute(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
     """Returns the first of ``nodes`` that computes and is not `prefetchable` (free to move); None if there is none."""
     computing = [node for node in nodes if _computes(node)]
     ready = prefetchable(graph) if computing else frozenset()

@@ -98,7 +98,7 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
         return Strategy(arguments, results)
     floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
     tangents = _tangents(region, mesh, values[count:])
-    sums = tuple(arguments[at].with_partial(_unused(arguments[at])) for at in floating)
+    sums = tuple(arguments[at].with_partial(_replicating_axes(arguments[at])) for at in floating)
     return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
 
 
@@ -229,7 +229,7 @@ def _layout(region: Region, side: str, at: int, spec: object, mesh: Mesh, value:
     return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {region.source}")
 
 
-def _unused(layout: Layout) -> tuple[str, ...]:
+def _replicating_axes(layout: Layout) -> tuple[str, ...]:
     """Returns the axes over which a tensor at ``layout`` is replicated."""
     return tuple(axis for axis in layout.mesh.axes if axis not in layout.axes and layout.mesh.size(axis) > 1)
 
@@ -238,5 +238,5 @@ def _part(tangent: Tensor, layout: Layout) -> Tensor:
     """Returns this rank's share of the gradient ``tangent`` of a result of the region. Ranks that hold the same part of
     the result get equal shares, which add up to the gradient.
     """
-    copies = prod(layout.mesh.size(axis) for axis in _unused(layout))
+    copies = prod(layout.mesh.size(axis) for axis in _replicating_axes(layout))
     return tangent / copies if copies > 1 and tangent.is_floating_point() else tangent

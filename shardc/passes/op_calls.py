@@ -112,9 +112,9 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
     level: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node in out:
-            behind = [level.get(x, 0) + is_start(x) for x in node.all_input_nodes if x in out or is_start(x)]
-            if any(behind):
-                level[node] = max(behind)
+            counts = [level.get(x, 0) + is_start(x) for x in node.all_input_nodes if x in out or is_start(x)]
+            if any(counts):
+                level[node] = max(counts)
     return level
 
 
@@ -203,7 +203,7 @@ def priced(
         if grad is not None:
             price += grad.seconds(strategy.results[0], itemsize, cost)
         else:
-            price += _deferred(spec, operands, strategy, itemsize, cost)
+            price += _later_reductions(spec, operands, strategy, itemsize, cost)
         price += compute_seconds(spec, strategy, work, cost)
         out.append((price, strategy))
     return tuple(out)
@@ -247,12 +247,12 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
     """
     if spec.routed is None:
         return computed
-    over: dict[str, tuple[str, ...]] = {}
+    axes_of: dict[str, tuple[str, ...]] = {}
     for layout, dims in zip(operands, spec.operands, strict=True):
         for dim, factors in enumerate(dims):
-            over |= {factor: layout.dim_axes(dim) for factor in factors if factor not in over}
-    split = over.get(spec.routed.rows, ())
-    mesh, sent = operands[0].mesh, tuple(axis for axis in split if axis in over.get(spec.routed.owners, ()))
+            axes_of |= {factor: layout.dim_axes(dim) for factor in factors if factor not in axes_of}
+    split = axes_of.get(spec.routed.rows, ())
+    mesh, sent = operands[0].mesh, tuple(axis for axis in split if axis in axes_of.get(spec.routed.owners, ()))
     if not sent:
         return computed
     rows = spec.size(spec.routed.rows) // prod([mesh.size(axis) for axis in split])
@@ -287,16 +287,18 @@ def shares(layouts: tuple[Layout, ...]) -> int:
     return prod([mesh.size(axis) for axis in axes])
 
 
-def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing) -> float:
+def _later_reductions(
+    spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing
+) -> float:
     """Returns the predicted seconds of the reductions that remain after an op because its operands are partial already:
     the pending reductions that ``strategy`` passes on to the results.
 
     The pending sum of a contraction itself is not counted: it comes with every strategy that splits the contraction.
     """
-    brought = {axis for layout in operands for axis, _ in layout.partial}
+    pending_before = {axis for layout in operands for axis, _ in layout.partial}
     total = 0.0
     for layout in strategy.results:
-        carried = [axis for axis, _ in layout.partial if axis in brought]
+        carried = [axis for axis, _ in layout.partial if axis in pending_before]
         if carried:
             total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
     # On a tie, ops that move data carry the partial sum (their consumer decides its layout), others reduce first.

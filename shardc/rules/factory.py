@@ -30,10 +30,10 @@ def _uniform(call: Call) -> Spec:
 def _uniform_local(local: Local) -> Emitted:
     """Emit and return the draw of this rank's elements, each a function of the key and its global position."""
     layout, device = local.results[0], local.call["device"]
-    call, below, index = local.builder.call, layout.numel, None
+    call, stride, index = local.builder.call, layout.numel, None
     for dim, size in enumerate(layout.shape):
-        below //= max(size, 1)
-        along = call(aten.mul.Tensor, positions(local, layout, dim, device), below)
+        stride //= max(size, 1)
+        along = call(aten.mul.Tensor, positions(local, layout, dim, device), stride)
         index = along if index is None else call(aten.add.Tensor, call(aten.unsqueeze.default, index, -1), along)
     if index is None:
         index = call(aten.full.default, [], 0, dtype=torch.int64, device=device)

@@ -81,6 +81,7 @@ class _Positions:
         self.same = {name: x for name, x in self.same.items() if x is not None}
 
     def _of(self, dim: int) -> Emitted | None:
+        """Emit the global positions of this rank's elements along ``dim`` of the query; None if they are 0, 1, ..."""
         layout = self.local.operand_layout("query")
         at = self.local.call.position("query") or 0
         size = self.local.true_size(4 * at + dim, layout.shape[dim])
@@ -128,6 +129,7 @@ def _flex_local(local: Local) -> Emitted:
 
 
 def _gradient_local(local: Local) -> Emitted:
+    """Emit the gradients of query, key, value and captured tensors on this rank, block by block; return them."""
     run, sequence = local.builder.call, KeyBlocks(local)
     places = _Positions(local)
     names = ("out", "logsumexp", "grad_logsumexp", "wanted", "captured", "body", "scale", "keys")

@@ -298,6 +298,7 @@ def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tupl
     """
     first, second = counts
     operands = len(floating)
+    # Operands: gradients of the loop's results, its carries, and the rest, whose gradients are summed over the steps.
     if kind == "loop_gradient":
         initial = first + second
         summed = [at for at in range(initial, operands) if floating[at]]

@@ -18,7 +18,7 @@ import torch
 
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, WHOLE, Loops
-from shardc.rules.positions import align, in_range, once_per_sum, owned, past_end, split, zero_unless
+from shardc.rules.positions import align, in_range, once_per_sum, past_end, split, to_local_indices, zero_unless
 from shardc.rules.rule import ANY, CONTIGUOUS, Call, Emitted, Local, Localize, Rule, rules_for, table
 from shardc.rules.spec import Dims, Factors, Spec
 
@@ -41,7 +41,7 @@ def _embedding_local(local: Local) -> Emitted:
     indices = in_range(local, local.operands[0], 0, local.operand("indices"))
     if not split(local.operands[0], 0):
         return local.same(indices=indices)
-    index, mask = owned(local, local.operands[0], 0, indices)
+    index, mask = to_local_indices(local, local.operands[0], 0, indices)
     rows = local.builder.call(aten.embedding.default, local.operand("weight"), index)
     return zero_unless(local, align(local, mask, 1), rows)
 
@@ -65,7 +65,7 @@ def _embedding_backward_local(local: Local) -> Emitted:
     if not split(layout, 0):
         return local.same()
     call, indices, padding = local.builder.call, local.operand("indices"), local.call["padding_idx"]
-    index, mask = owned(local, layout, 0, indices)
+    index, mask = to_local_indices(local, layout, 0, indices)
     if padding >= 0:
         mask = call(aten.logical_and.default, mask, call(aten.ne.Scalar, indices, padding))
     grad = zero_unless(local, align(local, mask, 1), local.operand("grad_output"))
@@ -140,7 +140,7 @@ def _lookup_local(local: Local) -> Emitted:
     index = in_range(local, local.operands[0], dim, local.operand("index"))
     if not split(local.operands[0], dim):
         return local.same(index=index)
-    index, mask = owned(local, local.operands[0], dim, index)
+    index, mask = to_local_indices(local, local.operands[0], dim, index)
     if len(local.call.operands[1].shape) != len(local.call.operands[0].shape):
         mask = align(local, mask, len(local.results[0].shape) - dim - len(local.call.operands[1].shape))
     return zero_unless(local, mask, local.same(index=index))
@@ -215,7 +215,7 @@ def _write_local(local: Local) -> Emitted:
     index = in_range(local, local.results[0], dim, local.operand("index"), wraps)
     if not split(local.results[0], dim):
         return local.same(index=index)
-    index, mask = owned(local, local.results[0], dim, index)
+    index, mask = to_local_indices(local, local.results[0], dim, index)
     padded, index = past_end(local, local.operand("self"), local.results[0], dim, index, mask)
     written = local.same(self=padded, index=index)
     return local.builder.call(aten.slice.Tensor, written, dim, 0, local.results[0].local_shape[dim])
@@ -231,7 +231,7 @@ def _add_local(source: str) -> Localize:
         index = in_range(local, local.results[0], dim, local.operand("index"))
         replaced = {"self": once_per_sum(local, local.operand("self")), "index": index}
         if split(local.results[0], dim):
-            index, mask = owned(local, local.results[0], dim, index)
+            index, mask = to_local_indices(local, local.results[0], dim, index)
             added = local.operand(source)
             source_shape, index_shape = local.call.operands[2].shape, local.call.operands[1].shape
             if len(source_shape) != len(index_shape):
@@ -403,7 +403,7 @@ def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitt
         indices[dim] = in_range(local, layout, dim, indices[dim], wraps=True)
         if dim not in dims:
             continue
-        indices[dim], is_local = owned(local, layout, dim, indices[dim])
+        indices[dim], is_local = to_local_indices(local, layout, dim, indices[dim])
         mask = is_local if mask is None else call(aten.logical_and.default, mask, is_local)
     return indices, dims, mask
 

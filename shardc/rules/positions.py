@@ -99,7 +99,7 @@ def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool
     return call(IN_RANGE, index, size)
 
 
-def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitted, Emitted]:
+def to_local_indices(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitted, Emitted]:
     """Translate global indices along ``dim`` (an integer tensor of any shape) into local ones of this rank's shard.
     Return (local indices, mask of the entries that this rank holds), both of that shape.
 
@@ -127,7 +127,7 @@ def owned(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitt
     return zero_unless(local, mask, local_index), mask
 
 
-def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:
+def to_local_index(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:
     """Locate ``index``, one global index along ``dim`` that is known when the graph is built. Return (its local index
     on the rank that holds it, bool [] mask that is true on that rank).
     """

@@ -50,7 +50,7 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
-    # "bounded" also sends rows to the ranks of their experts, and what no row fills with them (`_bounded`).
+    # "bounded" also sends rows to the ranks of their experts, and what no row fills with them (`_bounded_exchanges`).
     way, filled = ("send", call["bound"]) if call["way"] == "bounded" else (call["way"], 1.0)
     # "held" is the axis of the plan's ``ep`` entry, or "": it must split the experts, alone or with the tokens.
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
@@ -241,7 +241,7 @@ def _everyone(local: Local) -> tuple[tuple[str, ...], int]:
     return axes, prod(mesh.size(axis) for axis in axes)
 
 
-def _noted(local: Local) -> Emitted:
+def _recorded_choices(local: Local) -> Emitted:
     """Emit an op that records how many choices of this rank go to each expert (for `shardc.expert_tokens`). Return its
     result: the choices, with those of padded tokens spread over all experts.
     """
@@ -267,7 +267,7 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
     return _Choices(tokens, choices, x, scale, order, back, ends, mine, ranks, experts)
 
 
-def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
+def _exact_exchange(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
     """Emit the exchange of row counts between ranks. Return (an exchange of exactly so many rows as are counted, number
     of rows that come from each rank for each expert).
     """
@@ -282,7 +282,7 @@ def _exact(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
     return _Sent(local, of, of.ranks * of.most, of.order, of.back, sends, receives), came
 
 
-def _bounded(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
+def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
     """Emit exchanges in which each rank sends each other rank a block of fixed size, so that the host need not wait for
     the row counts. Return, for each chunk, (the exchange, number of rows that come from each rank for each expert).
     """
@@ -313,7 +313,7 @@ def _rows(local: Local) -> Iterator[_Rows]:
     The exchanges of all chunks are under way when the first is yielded; those of later chunks are not waited for.
     """
     call = local.builder.call
-    x, index, weight = local.operand("x"), _noted(local), local.operand("weight")
+    x, index, weight = local.operand("x"), _recorded_choices(local), local.operand("weight")
     mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent(local))
     divided = prod(mesh.size(axis) for axis in unsent)
     if not _sent(local):
@@ -326,7 +326,7 @@ def _rows(local: Local) -> Iterator[_Rows]:
     every = [_choices(local, *tensors) for tensors in parts]
     bounded = local.call["bound"] != 0
     arriving = []
-    for sent, came in _bounded(local, every) if bounded else [_exact(local, of) for of in every]:
+    for sent, came in _bounded_exchanges(local, every) if bounded else [_exact_exchange(local, of) for of in every]:
         token = call(aten.div.Tensor_mode, sent.take, sent.of.choices, rounding_mode="floor")
         rows = [call(aten.index_select.default, x, 0, at) for x, at in ((sent.of.x, token), (sent.of.scale, sent.take))]
         arriving.append((sent, came, sent.go(rows)))

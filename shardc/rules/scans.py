@@ -43,6 +43,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     state, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]
     size = pieces.size if steps is None else steps
     scaled = _scaled(local, carried, operands, rest, steps) if states else None
+    # One rank after the other computes its last state, from the one that it received, and sends it on.
     for (before, now), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
         if scaled is None:
             count = run(aten.mul.Tensor, turn, size)
@@ -53,8 +54,9 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
         for at, x in zip(states, after, strict=True):
             moved = _send(pieces, x, before, now)
             states[at] = run(aten.where.self, _wide(local, next_turn, moved), moved, states[at])
-    first = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
-    results = run(local.call.target, first, function.name, reverse, steps)
+    # Now all ranks know the state before their slices, and compute their results at the same time.
+    initial = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
+    results = run(local.call.target, initial, function.name, reverse, steps)
     out = [run(getitem, results, at) for at in range(len(local.results))]
     return [_only(local, turns[-1], x) if at in (*carried.sent, *carried.same) else x for at, x in enumerate(out)]
 

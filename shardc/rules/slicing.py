@@ -14,7 +14,7 @@ import torch
 
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, WHOLE, Loops, mixed
-from shardc.rules.positions import owned_at, split, zero_unless
+from shardc.rules.positions import split, to_local_index, zero_unless
 from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Dims, Spec
 
@@ -129,7 +129,7 @@ def _select_local(local: Local) -> Emitted:
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))
-    index, mask = owned_at(local, local.operands[0], dim, _index(local.call))
+    index, mask = to_local_index(local, local.operands[0], dim, _index(local.call))
     return zero_unless(local, mask, local.same(index=index))
 
 
@@ -173,7 +173,7 @@ def _select_scatter_local(local: Local) -> Emitted:
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))
-    index, mask = owned_at(local, local.operands[0], dim, _index(local.call))
+    index, mask = to_local_index(local, local.operands[0], dim, _index(local.call))
     return local.builder.call(aten.where.self, mask, local.same(index=index), local.operand("self"))
 
 
@@ -181,6 +181,7 @@ def _select_scatter_local(local: Local) -> Emitted:
 
 
 def _cat(call: Call) -> Spec:
+    """Return the spec of ``cat``. Its dim may be split into blocks whose size divides those of all operands."""
     loops = Loops(call)
     shape = loops.result_shapes[0]
     dim = call["dim"] % len(shape)

@@ -77,14 +77,14 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
             continue
         # The axis is divided among the factors: each takes the largest part that divides its size, and leaves the rest
         # to the next. In order of names, because that of a set differs from process to process.
-        left, fresh = axis, {}
+        left, splits = axis, {}
         for factor in sorted(factors & dict(spec.sizes).keys()):
             size = spec.size(factor)
             if (part := gcd(size, mesh.size(left))) > 1:
-                mine, left = mesh.cut(left, part)
-                fresh[factor] = canonical(mesh, [Digit(part, mine), Digit(size // part)])
-        if mesh.size(left) == 1 and fresh.keys() == factors:
-            out.append(fresh)
+                axis_part, left = mesh.cut(left, part)
+                splits[factor] = canonical(mesh, [Digit(part, axis_part), Digit(size // part)])
+        if mesh.size(left) == 1 and splits.keys() == factors:
+            out.append(splits)
     return list({str(assignment): assignment for assignment in out}.values())
 
 
@@ -243,6 +243,7 @@ def _share_out(
         cuts.append(below)
         below *= size
     cuts.reverse()
+    # An axis that straddles the border of two factors splits neither: it is dropped.
     while (fine := refine(mesh, digits, cuts)) is None:
         digits = _drop_clashing(mesh, digits, cuts)
     out = []
@@ -397,6 +398,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     split another of its factors. The caller adds the cost of redistributing the operands.
     """
     mesh = operands[0].mesh
+    # Each operand's layout as a split of the op's factors.
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
     if spec.routed is not None:
         proposals += required_splits(spec, mesh, spec.routed, proposals)
@@ -404,27 +406,27 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
     if any(len(cut) > 1 for cut in parts.values()):
         proposals = [{f: cut_digits(mesh, digits, parts.__getitem__) for f, digits in p.items()} for p in proposals]
-    options: dict[str, list[tuple[str, object]]] = {}
+    options: dict[str, list[tuple[str, object]]] = {}  # axis -> what may be done over it: (kind, details)
     for at, proposal in enumerate(proposals):
         for factor, digits in proposal.items():
             for _, axis in digits:
                 if axis is not None:
                     options.setdefault(axis, []).append(("split", (factor, at)))
     if spec.flops:
-        lost = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
-        lost.difference_update(split_part(axis)[0] for axis in bound)
-        for axis in sorted(lost, key=mesh.order):
+        unused_axes = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
+        unused_axes.difference_update(split_part(axis)[0] for axis in bound)
+        for axis in sorted(unused_axes, key=mesh.order):
             size = mesh.size(axis)
-            fresh = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
+            further = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
                      if spec.splittable(f) and n % size == 0 and f not in spec.in_turn]  # fmt: skip
-            options[axis] = [("split", (next(iter(p)), len(proposals) + at)) for at, p in enumerate(fresh)]
-            proposals += fresh
+            options[axis] = [("split", (next(iter(p)), len(proposals) + at)) for at, p in enumerate(further)]
+            proposals += further
     if spec.routed is not None:
         for choices in options.values():
             by_factor = {split[0]: split for _, split in choices if isinstance(split, tuple)}
             if spec.routed.rows in by_factor and spec.routed.owners in by_factor:
                 choices.append(("send", (by_factor[spec.routed.rows], by_factor[spec.routed.owners])))
-    pending: dict[str, dict[str, set[int]]] = {}
+    pending: dict[str, dict[str, set[int]]] = {}  # axis -> reduction -> the operands in which it is pending
     for at, layout in enumerate(operands):
         for axis, op in layout.partial:
             for part in parts[axis]:
@@ -435,13 +437,13 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             if len(ops) == 1 and carries(spec, op, frozenset(positions)):
                 options[axis].append(("carry", (op, frozenset(positions))))
     axes = sorted(options, key=mesh.order)
-    meets: dict[Strategy, bool] = {}
+    fits_by_strategy: dict[Strategy, bool] = {}
     for choice in product(*([*options[axis], ("none", None)] for axis in axes)):
         candidate = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
         if candidate is not None:
-            meets.setdefault(*candidate)
-    fitting = any(meets.values())
-    yield from (strategy for strategy, fits in meets.items() if fits or not fitting)
+            fits_by_strategy.setdefault(*candidate)
+    fitting = any(fits_by_strategy.values())
+    yield from (strategy for strategy, fits in fits_by_strategy.items() if fits or not fitting)
 
 
 def _strategy(

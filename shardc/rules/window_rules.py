@@ -17,7 +17,7 @@ import shardc.custom_ops.window_ops  # noqa: F401  (the ops)
 from shardc.ir.comm import WAIT
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, Loops
-from shardc.rules.positions import owned, positions, zero_unless
+from shardc.rules.positions import positions, to_local_indices, zero_unless
 from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
@@ -101,10 +101,10 @@ class Pieces:
             x = self.without_filling(x)
         away, begin = divmod(-by, self.size)
         parts = [self.from_rank(x, begin, self.size, away), self.from_rank(x, 0, begin, away + 1)]
-        got = [part for part in parts if part is not None]
-        if not got:
+        present = [part for part in parts if part is not None]
+        if not present:
             return self.run(aten.full_like.default, x, 0)
-        moved = self.run(aten.cat.default, got, self.dim) if len(got) > 1 else got[0]
+        moved = self.run(aten.cat.default, present, self.dim) if len(present) > 1 else present[0]
         short = self.size - self.local.builder.shape(moved)[self.dim]
         return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
 
@@ -114,13 +114,13 @@ class Pieces:
         """
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
-            come = self.run(aten.lt.Scalar, at, count)
+            enters = self.run(aten.lt.Scalar, at, count)
         else:
             at = self.run(aten.sub.Tensor, at, self.elements - count)
-            come = self.run(aten.ge.Scalar, at, 0)
+            enters = self.run(aten.ge.Scalar, at, 0)
         index = self.run(aten.clamp.default, at, 0, count - 1)
         entering = self.run(aten.index_select.default, fill, self.dim, index)
-        return self.run(aten.where.self, self._along(come, self.size), entering, moved)
+        return self.run(aten.where.self, self._along(enters, self.size), entering, moved)
 
     def earlier_sums(self, sums: Emitted, reverse: bool) -> Emitted:
         """Return the total of all pieces before this rank's (after it if ``reverse``). ``sums`` are the running sums of
@@ -189,7 +189,7 @@ def _edge_local(local: Local) -> Emitted:
     x = local.operand("x")
     if not layout.dim_axes(dim):
         return run(aten.slice.Tensor, x, dim, begin, end)
-    index, mask = owned(
+    index, mask = to_local_indices(
         local, layout, dim, run(aten.arange.start, begin, end, dtype=torch.int64, device=local.builder.device)
     )
     mask = run(aten.reshape.default, mask, [end - begin, *[1] * (layout.ndim - 1 - dim)])

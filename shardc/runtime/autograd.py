@@ -53,7 +53,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
         node = next((x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None), None)
     else:
         with torch.no_grad():
-            results = border.held_back(half, runner.run(half, runner.local(half.takes, feed)), feed)
+            results = border.without_views(half, runner.run(half, runner.local(half.takes, feed)), feed)
         runner.check_loads(runner.routing.unchecked())
         if torch.is_grad_enabled():  # where torch refuses in-place changes of a view that was made under no_grad
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
@@ -135,6 +135,7 @@ class Step(torch.autograd.Function):
         outputs, saved = border.split_results(results, feed)
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
         ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
+        # Hooks on saved tensors, which may keep values without their strides.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.strides = [x.stride() if isinstance(x, Tensor) else () for x in saved] if hooked else None
         ctx.changes, ctx.listened = border.watch(outputs), []
@@ -179,7 +180,7 @@ class Step(torch.autograd.Function):
         results = runner.run(half, local)
         runner.check_loads(ctx.loads)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
-        late = runner.late(half.gives, grads, ctx.unreduced)
+        late = runner.reduce_deferred(half.gives, grads, ctx.unreduced)
         takes = [port.role for port in runner.half(FORWARD).takes]
         return (None, *_argument_grads(runner, takes, ctx.feed, tangents, grads, late))
 
@@ -323,7 +324,7 @@ class StepInMicrobatches(torch.autograd.Function):
         }
         ctx.step = step if keeps else None
         gives = [role for half in program.step() if half.kind == BACKWARD for role in half.gives]
-        late = runner.late(gives, grads, ctx.unreduced)
+        late = runner.reduce_deferred(gives, grads, ctx.unreduced)
         return (None, None, None, *_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
 
 
@@ -352,17 +353,17 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             forwards += half.is_forward
             return running.run(half, feed, adds_tokens=forwards > 1)
 
-        def over(function: Callable[..., Any], *values: Any) -> Any:
+        def map_ranks(function: Callable[..., Any], *values: Any) -> Any:
             return function(*values)
 
         if program.stage_ranks:
             link = StageLink(runner.groups, program, runner.spec.device)
             return StageLoops(
-                program, run, argument, by_name, over,
+                program, run, argument, by_name, map_ranks,
                 rank=runner.groups.stage, link=link, prepare=running.prepare,
                 absent=partial(_without_rows, runner.spec.device),
             )  # fmt: skip
-        return Loops(program, run, argument, by_name, over)
+        return Loops(program, run, argument, by_name, map_ranks)
 
     def step() -> Microstep:
         """Runs all microbatches of the call, and returns outputs and gradients as a `Microstep`. Raises InputError if
@@ -497,7 +498,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
         inputs: local inputs of the call.
         layouts: their layouts.
     """
-    if runner.splits_outputs or runner.fits_behind or not torch.is_grad_enabled():
+    if runner.splits_outputs or runner.units_checked or not torch.is_grad_enabled():
         return
     work: list[Node | None] = [
         x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound
@@ -515,7 +516,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
                 fix='give Plan(reduce="sum") to the module in front, or compute the loss outside of this one',
             )
         work += [before for before, _ in node.next_functions]
-    runner.fits_behind = bool(seen)
+    runner.units_checked = bool(seen)
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:

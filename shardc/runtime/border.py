@@ -113,14 +113,14 @@ class Border:
             self._views[half], self._aliasing[half] = views, self._returned | bases
         return self._views[half]
 
-    def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
+    def without_views(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
         """Prepares the results of an inference graph for `hand_out`: an output that is a view becomes None, and the
         base tensors of views are appended.
 
         Outputs that share memory here and not on one device are copied.
         """
         outputs = list(results[: self.count])
-        outputs = self.views(half, outputs, feed).held_back(outputs)
+        outputs = self.views(half, outputs, feed).to_bases(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():
             if self._base(half, at, shared, outputs, feed) is None:
                 outputs[at] = outputs[at].clone()
@@ -192,7 +192,7 @@ class Border:
         """
         outputs, saved = list(results[: self.count]), list(results[self.count :])
         views = self.views(self.half(FORWARD), outputs, feed)
-        outputs = views.held_back(outputs)
+        outputs = views.to_bases(outputs)
         for name in self.overwritten:  # else the new value of the buffer would overwrite it
             saved[self.places[name]] = saved[self.places[name]].clone()
         same_memory = self._same_memory(self.half(FORWARD), outputs, saved, feed)

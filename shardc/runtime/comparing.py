@@ -333,7 +333,7 @@ class StackSamples:
         self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
         return entry[1] if entry is not None and self._last[1] >= count else None
 
-    def long(self, number: int, running: bool) -> bool:
+    def runs_long(self, number: int, running: bool) -> bool:
         """Counts one sample, of those taken at intervals. Returns True if graphs ran within event ``number`` at many
         samples in a row; each True doubles how many the next one needs.
 
@@ -348,7 +348,7 @@ class StackSamples:
 
 
 # Collectives that no rank leaves before all have entered.
-_TOGETHER = {
+_COLLECTIVES = {
     "barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced",
     "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter",
     "reduce_scatter_tensor",
@@ -366,7 +366,7 @@ def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
     while frame is not None:
         code = frame.f_code
         if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
-            call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
+            call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _COLLECTIVES else ""
         elif code.co_filename == functional.__file__ and call is None:
             call = frame  # called by an op on DTensors
         elif not is_versioned(code):

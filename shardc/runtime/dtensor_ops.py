@@ -195,7 +195,7 @@ def _redistribute(
     return redistribute(_torch_redistribute, self, device_mesh, tuple(placements), **options)
 
 
-def _memory(name: str, fix: str) -> Callable[..., object]:
+def _refusing_memory(name: str, fix: str) -> Callable[..., object]:
     """Returns a method in place of ``name``, which gives out memory: on meshes of compiled modules it raises
     LayoutError with ``fix``.
 
@@ -223,8 +223,8 @@ METHODS: dict[str, object] = {
     "__deepcopy__": _deepcopy,
     "redistribute": _redistribute,
     "data": property(_torch_data.__get__, _set_data),
-    "data_ptr": _memory("data_ptr", f"{_PART}; to tell parameters apart, use id(p)"),
-    **{name: _memory(name, _PART) for name in ("storage", "share_memory_", "__dlpack__")},
+    "data_ptr": _refusing_memory("data_ptr", f"{_PART}; to tell parameters apart, use id(p)"),
+    **{name: _refusing_memory(name, _PART) for name in ("storage", "share_memory_", "__dlpack__")},
 }
 
 
@@ -244,7 +244,7 @@ _ANY_SHARDS = {
 }  # fmt: skip
 # Sums over a split dim are rounded once per rank and once more in their sum. Iterations such as Muon's enlarge that.
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-_LOW = (torch.float16, torch.bfloat16)
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)  # of positive finite order
 # Correct if all shards have the same size.
 _EVEN_SHARDS = {
@@ -273,9 +273,9 @@ def install(device_mesh: DeviceMesh) -> None:
         return
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
     if not meshes:
-        theirs = dispatcher._propagate_op_sharding_dispatch_slow_path
-        dispatcher._propagate_op_sharding_dispatch_slow_path = _propagation(theirs)  # type: ignore[method-assign]
-        _take_plain_tensors()
+        of_dtensor = dispatcher._propagate_op_sharding_dispatch_slow_path
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _propagation(of_dtensor)  # type: ignore[method-assign]
+        _accept_plain_tensors()
         for op in _HANDLED:
             table[op] = _handler(table.get(op))
         for name, method in METHODS.items():
@@ -284,26 +284,26 @@ def install(device_mesh: DeviceMesh) -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def _take_plain_tensors() -> None:
+def _accept_plain_tensors() -> None:
     """Makes DTensor accept plain tensors beside DTensors, on meshes of compiled modules (see `_computed`)."""
     dispatcher: Any = DTensor._op_dispatcher
-    theirs = dispatcher._try_replicate_spec_for_scalar_tensor
+    of_dtensor = dispatcher._try_replicate_spec_for_scalar_tensor
 
     def spec_of(op: OpOverload, x: Tensor, mesh: DeviceMesh) -> DTensorSpec:
         if x.numel() != 1 and (mesh not in meshes or _is_traced(x)):
             dispatcher._allow_implicit_replication = False
             try:
-                return theirs(op, x, mesh)
+                return of_dtensor(op, x, mesh)
             finally:
                 dispatcher._allow_implicit_replication = True
-        return theirs(op, x, mesh)
+        return of_dtensor(op, x, mesh)
 
     dispatcher._try_replicate_spec_for_scalar_tensor = spec_of
     dispatcher._allow_implicit_replication = True
 
 
-def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
-    """Wraps ``theirs``, DTensor's sharding propagation, so that ops on meshes of compiled modules give one device's
+def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
+    """Wraps ``of_dtensor``, DTensor's sharding propagation, so that ops on meshes of compiled modules give one device's
     result.
 
     It returns the op's sharding, by which DTensor then runs it, or the op's result, if `_computed` gives one.
@@ -318,11 +318,11 @@ def _propagation(theirs: Callable[..., object]) -> Callable[..., object]:
             if (result := owned_ops.computed(op, args, kwargs, mesh)) is not NotImplemented:
                 return result
         if mesh not in meshes or _is_traced(args):
-            return theirs(op, args, kwargs, info, try_cache)
+            return of_dtensor(op, args, kwargs, info, try_cache)
         if (result := _computed(op, args, kwargs, specs, mesh)) is not NotImplemented:
             return result
         try:
-            sharding = theirs(op, args, kwargs, info, try_cache)
+            sharding = of_dtensor(op, args, kwargs, info, try_cache)
         except (NotImplementedError, RuntimeError):
             return on_unsharded(op, args, kwargs, mesh)
         if isinstance(sharding, OutputSharding) and not _is_in_place(op, info, sharding):
@@ -347,13 +347,13 @@ def _computed(
     if len(tensors) < len(leaves):
         writes = list(written(op, args, kwargs))
         if any(x.numel() != 1 or _is_in(x, writes) for x in leaves if not isinstance(x, DTensor)):
-            return _beside_plain(op, args, kwargs, mesh, writes)
+            return _with_plain_tensors(op, args, kwargs, mesh, writes)
     if any([ReplicatedSpec.mark(x._spec) for x in tensors]):
         return op(*args, **kwargs)
     if any(x.is_partial() for spec in specs for x in spec.placements):
         if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # the start of Python's `sum`
             return args[0].clone()
-        if not (op in _PENDING and _one_sum(specs, op, kwargs)):
+        if not (op in _PENDING and _keeps_pending(specs, op, kwargs)):
             for x in tensors:
                 settle(x)
             return op(*args, **kwargs)
@@ -361,14 +361,14 @@ def _computed(
         return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
     if op in _MEANS:
         return _mean(*args, **kwargs)
-    if op in _NORMS and any(x.dtype in _LOW for x in tensors):
-        return _fine_norm(op, args, kwargs)
-    if op in _PRODUCTS and any(x.dtype in _LOW for x in tensors) and not all(map(_is_whole, specs)):
+    if op in _NORMS and any(x.dtype in _LOW_PRECISION for x in tensors):
+        return _norm_in_float32(op, args, kwargs)
+    if op in _PRODUCTS and any(x.dtype in _LOW_PRECISION for x in tensors) and not all(map(_is_whole, specs)):
         return on_unsharded(op, args, kwargs, mesh)
-    return NotImplemented if _trusts(op, specs, args) else on_unsharded(op, args, kwargs, mesh)
+    return NotImplemented if _dtensor_is_right(op, specs, args) else on_unsharded(op, args, kwargs, mesh)
 
 
-def _beside_plain(
+def _with_plain_tensors(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
     """Runs ``op`` on DTensors and plain tensors; LayoutError if a plain one that it only reads differs among ranks."""
@@ -388,15 +388,15 @@ def _is_in(x: object, tensors: Sequence[Tensor]) -> bool:
     return any(x is y for y in tensors)
 
 
-def _handler(theirs: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
-    """Returns a handler of an op: shardc's on meshes of compiled modules, DTensor's own (``theirs``) on others."""
+def _handler(of_dtensor: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
+    """Returns a handler of an op: shardc's on meshes of compiled modules, DTensor's own (``of_dtensor``) on others."""
 
     def handler(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))
         if mesh in meshes and not _is_traced(args):
             return _OURS[op](*args) if op in _OURS else on_unsharded(op, args, kwargs, mesh)
-        if theirs is not None:
-            return theirs(op, args, kwargs)
+        if of_dtensor is not None:
+            return of_dtensor(op, args, kwargs)
         table = DTensor._op_dispatcher._custom_op_handlers
         mine = table.pop(op)  # DTensor has no handler for it, and would call this one again
         try:
@@ -448,7 +448,7 @@ def _is_traced(args: PyTree) -> bool:
     return any(x.is_meta or isinstance(x, FakeTensor) for x in local) or torch.compiler.is_compiling()
 
 
-def _one_sum(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, PyTree]) -> bool:
+def _keeps_pending(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, PyTree]) -> bool:
     """Whether ``op`` (one of `_PENDING`) may run on pending terms as they are, giving pending terms of its result."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
@@ -470,7 +470,7 @@ def _is_pointwise(op: OpOverload) -> bool:
     return _is_foreach(op) and not any(x in op._schema.name for x in ("norm", "max", "copy"))
 
 
-def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) -> bool:
+def _dtensor_is_right(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) -> bool:
     """Whether DTensor is known to compute ``op`` correctly on operands with ``specs``."""
     if draws(op) or "out" in op._schema.overload_name:
         return False  # seeds may differ; `out=` would take the result's layout
@@ -480,9 +480,9 @@ def _trusts(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) 
         return False
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
         # Replicated scalars fit any layout.
-        laid = {spec.placements for spec in specs if not all(x.is_replicate() for x in spec.placements) or spec.ndim}
+        layouts = {spec.placements for spec in specs if not all(x.is_replicate() for x in spec.placements) or spec.ndim}
         shapes = {spec.shape for spec in specs if spec.ndim}
-        return len(laid) == 1 and len(shapes) == 1 and (op in _STRIDED or _is_pointwise(op))
+        return len(layouts) == 1 and len(shapes) == 1 and (op in _STRIDED or _is_pointwise(op))
     if op in _NORMS and len(args) > 1 and not 0 < args[1] < float("inf"):
         return False
     return _is_pointwise(op) or op in _ANY_SHARDS or (op in _EVEN_SHARDS and all(map(_is_even, specs)))
@@ -584,7 +584,7 @@ def _mean(
     return (total / prod(x.shape[at] for at in dims if x.dim())).to(kind)
 
 
-def _fine_norm(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+def _norm_in_float32(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Computes norms of 16-bit floats in float32: sums of squares over ranks would be rounded, and could overflow.
 
     A ``dtype`` argument would not do: DTensor's cache does not distinguish dtypes.

@@ -94,7 +94,7 @@ class ErrorReport:
     """Context manager that reports an error raised in it to the other ranks, and raises it.
 
     Args:
-        fails: called with the error and ``epoch``; see `RankConsistency.fails`.
+        fails: called with the error and ``epoch``; see `RankConsistency.report_error`.
         epoch: epoch of the event numbers at the start of the block.
     """
 
@@ -132,8 +132,8 @@ def call_event(
     """
     uneven = iter(row_axes)
     inputs = [
-        (f"input {name!r}", _shown(x, made, isinstance(x, Tensor) and bool(next(uneven, ()))))
-        for name, x, made in zip(call.names, leaves, call.leaves, strict=True)
+        (f"input {name!r}", _shown(x, leaf, isinstance(x, Tensor) and bool(next(uneven, ()))))
+        for name, x, leaf in zip(call.names, leaves, call.leaves, strict=True)
     ]
     around = [(name.replace("_", " "), _state(value)) for name, value in call.surroundings._asdict().items()]
     modes = [(field.name, _runs(getattr(mode, field.name))) for field in fields(mode)]

@@ -45,7 +45,7 @@ class Forward:
 
     def __set__(self, module: nn.Module, value: object) -> None:
         state = vars(module).get("shardc")
-        if state is not None and self._reached(module, value):
+        if state is not None and self._leads_to_forward(module, value):
             state.around = value
             return
         vars(module)["forward"] = value
@@ -59,7 +59,7 @@ class Forward:
         elif vars(module).pop("forward", None) is None:
             raise AttributeError("forward")
 
-    def _reached(self, module: nn.Module, value: object) -> bool:
+    def _leads_to_forward(self, module: nn.Module, value: object) -> bool:
         """Whether ``value`` leads to the compiled forward, through closures, defaults, arguments, attributes or
         globals.
         """
@@ -72,7 +72,7 @@ class Forward:
                 return True
             if id(x) not in seen:
                 seen[id(x)] = x
-                todo += _within(x)
+                todo += _referenced_by(x)
         return False
 
 
@@ -90,7 +90,7 @@ def call_around(
     return around(*args, **kwargs)
 
 
-def _within(x: object) -> Iterable[object]:
+def _referenced_by(x: object) -> Iterable[object]:
     """Returns the objects that ``x`` refers to directly; none for modules, classes and code."""
     if isinstance(x, nn.Module | ModuleType | type | CodeType | str | bytes):
         return ()

@@ -20,7 +20,7 @@ from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_tensor, unpadded_shape
 
 
-def whole(tensor: DTensor, storage: Layout) -> Tensor:
+def unshard(tensor: DTensor, storage: Layout) -> Tensor:
     """Returns the unsharded plain tensor of a parameter, gradient or optimizer state, without padding, in new memory.
 
     A collective: all ranks call it, for the same tensors in the same order.
@@ -39,7 +39,7 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
     return full.clone() if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else full
 
 
-def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
+def unshard_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
     """Gathers a parameter, without padding, to the CPU of the first rank; other ranks get a ``meta`` tensor.
 
     A collective. The first rank receives one shard at a time, in place if it is a contiguous block of the result.
@@ -57,11 +57,11 @@ def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
         if sender == dist.get_rank() and not first:
             dist.send(local, receiver)
         if first:
-            _take_in(out, storage, rank, local, None if sender == receiver else sender)
+            _receive_shard(out, storage, rank, local, None if sender == receiver else sender)
     return out
 
 
-def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int | None) -> None:
+def _receive_shard(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int | None) -> None:
     """Writes the shard of mesh rank ``rank`` into the unsharded tensor ``out``. Called on the first rank, which
     receives the shard if it is another rank's.
 
@@ -71,8 +71,8 @@ def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int
     """
     ranges = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
     view = out[tuple(slice(each[0], each[-1] + 1) for each in ranges)]
-    rows = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
-    piece = local if sender is None else view if rows else local.new_empty([len(each) for each in ranges])
+    is_block = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
+    piece = local if sender is None else view if is_block else local.new_empty([len(each) for each in ranges])
     if sender is not None:
         dist.recv(piece, sender)
     if tuple(view.shape) == tuple(piece.shape):
@@ -104,7 +104,7 @@ def full_state_dict(
         if isinstance(value, Tensor):
             if id(value) not in gathered:
                 storage = storage_of.get(id(value))
-                full = whole(value, storage) if isinstance(value, DTensor) and storage else value.detach().clone()
+                full = unshard(value, storage) if isinstance(value, DTensor) and storage else value.detach().clone()
                 gathered[id(value)] = full.to(device) if device is not None else full
             value = gathered[id(value)]
         out[name] = value
@@ -121,7 +121,7 @@ def first_state_dict(
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, DTensor) and id(value) in storage_of:
             if id(value) not in gathered:
-                full_param = whole_on_first(value, storage_of[id(value)], groups)
+                full_param = unshard_on_first(value, storage_of[id(value)], groups)
                 gathered[id(value)] = full_param.to(device) if device is not None and groups.first else full_param
             out[name] = gathered[id(value)]
         elif isinstance(value, Tensor):
@@ -151,13 +151,13 @@ def summon_full_params(
     """
     named = {id(param): (name, param) for name, param in module.named_parameters()}
     wholes = {
-        which: nn.Parameter(whole(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
+        which: nn.Parameter(unshard(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
         for which, (name, param) in named.items()
     }
     for which, (name, param) in named.items():
         if with_grads and param.grad is not None:
             wholes[which].grad_dtype = None  # allow any dtype
-            wholes[which].grad = whole(param.grad, storages[name])  # type: ignore[arg-type]
+            wholes[which].grad = unshard(param.grad, storages[name])  # type: ignore[arg-type]
     slots = [
         (owner, key, param)
         for submodule in module.modules()

@@ -357,12 +357,12 @@ class GatheredView(DTensor):
         writes = list(written(func, args, kwargs))
         stands_for: dict[int, DTensor] = {}
 
-        def without(x: object) -> object:
+        def unwrap(x: object) -> object:
             if isinstance(x, GatheredView):
                 return stands_for.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
             return x
 
-        result = func(*pytree.tree_map(without, args), **pytree.tree_map(without, kwargs))
+        result = func(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
         for x in writes:
             if isinstance(x, GatheredView):
                 x._source.write()

@@ -2,8 +2,8 @@
 
 Values in the memory that a recorded step reads may change between two repeats: parameters, buffers, the optimizer's
 state, the batch, learning rates and the keys of random numbers. The last three are copied to where the step reads them.
-Everything else that it was recorded with (`GraphedStep._call`, `GraphedStep._look`) is compared before each repeat. If
-that has changed, the step runs without a recording and is recorded again.
+Everything else that it was recorded with (`GraphedStep._call`, `GraphedStep._state_relied_on`) is compared before each
+repeat. If that has changed, the step runs without a recording and is recorded again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GraphedStep:
         self._state, self._optimizer, self._update, self._recorder = module.shardc, optimizer, update, recorder
         self._recorded: dict[Hashable, _Recorded] = {}
         self._ran: Counter[Hashable] = Counter()
-        self._ground: list[object] = []
+        self._relied_on: list[object] = []
         self._warned: set[str] = set()
 
     def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
@@ -80,27 +80,27 @@ class GraphedStep:
         """
         self._prepare()
         call = self._call(args, kwargs)
-        ground = self._look()
-        if ground != self._ground:
+        relied_on = self._state_relied_on()
+        if relied_on != self._relied_on:
             self._recorded.clear()
             self._ran.clear()
-            self._ground = ground
+            self._relied_on = relied_on
         if call is None:
-            return self._warm(args, kwargs)
+            return self._run_unrecorded(args, kwargs)
         key, program = call
         recorded = self._recorded.get(key)
         if recorded is not None and recorded.program is program:
             self._refresh(recorded, args, kwargs)
         elif self._ran[key] < WARM or len(self._recorded) >= MOST:
             self._ran[key] += 1
-            return self._warm(args, kwargs)
+            return self._run_unrecorded(args, kwargs)
         else:
             recorded = self._recorded[key] = self._record(program, args, kwargs)
         loss, norm = recorded.repeat()
         self._count()
         return loss.clone(), None if norm is None else norm.clone()
 
-    def _warm(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
+    def _run_unrecorded(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
         """Runs one training step without recording it. Raises InputError, before anything changes, if the step's
         program has an op that cannot be recorded.
         """
@@ -197,7 +197,7 @@ class GraphedStep:
         """Returns (key, program) for a call whose step can be repeated from a recording. Returns None for other
         calls, such as one that accumulates gradients.
 
-        A step depends on the key and on the state that `_look` returns, and on nothing else.
+        A step depends on the key and on the state that `_state_relied_on` returns, and on nothing else.
         """
         state = self._state
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -226,7 +226,7 @@ class GraphedStep:
             )
         return bool(what)
 
-    def _look(self) -> list[object]:
+    def _state_relied_on(self) -> list[object]:
         """Returns the state that recorded steps rely on: the addresses of tensors, and the optimizer's options. If it
         changes, steps are recorded anew.
 

@@ -7,9 +7,9 @@ process have a tag, ``"shardc.1:dp"``; `Groups.rename` maps graph names to regis
 If an axis of the device mesh has a pipeline's stages, programs run on the mesh of one stage (`Mesh.of_stage`). Its
 `Groups` lie inside this rank's stage. What all ranks agree on goes through the groups of the whole mesh.
 
-`named` names a failed collective (a peer is gone), its plan entry and source line. Nothing is recorded for it during a
-step: the traceback shows the failing node, or the line of Inductor's code, whose collectives are in graph order
-(`shardc.ir.emitted.check_order`).
+`as_collective_error` names a failed collective (a peer is gone), its plan entry and source line. Nothing is recorded
+for it during a step: the traceback shows the failing node, or the line of Inductor's code, whose collectives are in
+graph order (`shardc.ir.emitted.check_order`).
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ class Cause(Protocol):
         """Source line in the model that the failed collective comes from, as ``file:line``; "" if it is unknown."""
 
 
-def named(
+def as_collective_error(
     error: Exception,
     gm: fx.GraphModule,
     which: str,
@@ -412,7 +412,7 @@ def named(
         f"{results_of(node)}, in {which}, when it failed: {text}",
         plan_entry=why.entry or None,
         source=why.source or None,
-        fix=groups.consistency.lost([peer for peer in ranks if peer != rank]),
+        fix=groups.consistency.advice_on_lost([peer for peer in ranks if peer != rank]),
     )
 
 

@@ -54,7 +54,7 @@ def keep_heap() -> None:
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
+def cheap_garbage_collection() -> Iterator[None]:
     """Context manager that makes garbage collection cheap: it skips objects that exist already, and runs less often.
 
     The objects of a compile trigger full collections, which would traverse all of torch: a tenth of the time to the

@@ -53,12 +53,12 @@ class ModuleSnapshot:
         self._parameters = _once(self.parameters)
         self._tensors = [*self._parameters, *_once(self.buffers)]
         self._attributes = list(map(vars, self.modules))
-        places = [(held, kind) for held in self._attributes for kind in _KINDS]
-        self._places = [(held, kind) for held, kind in places if held[kind]]
-        self._full = [held[kind] for held, kind in self._places]
+        places = [(attributes, kind) for attributes in self._attributes for kind in _KINDS]
+        self._places = [(attributes, kind) for attributes, kind in places if attributes[kind]]
+        self._full = [attributes[kind] for attributes, kind in self._places]
         # Most are empty: one check per module.
-        empty = [(held, [kind for kind in _KINDS if not held[kind]]) for held in self._attributes]
-        self._empty = [(itemgetter(*kinds, kinds[0]), held) for held, kinds in empty if kinds]
+        empty = [(attributes, [kind for kind in _KINDS if not attributes[kind]]) for attributes in self._attributes]
+        self._empty = [(itemgetter(*kinds, kinds[0]), attributes) for attributes, kinds in empty if kinds]
         self._sizes = list(map(len, self._full))
         self._names = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(_values, self._full)))
@@ -68,9 +68,9 @@ class ModuleSnapshot:
 
     def holds(self) -> bool:
         """Whether the model still has the same modules, parameters, buffers and hooks under the same names."""
-        if any(map(any, [get(held) for get, held in self._empty])):
+        if any(map(any, [get(attributes) for get, attributes in self._empty])):
             return False
-        if not all(map(is_, [held[kind] for held, kind in self._places], self._full)):
+        if not all(map(is_, [attributes[kind] for attributes, kind in self._places], self._full)):
             return False
         return (
             list(chain.from_iterable(self._full)) == self._names
@@ -99,7 +99,7 @@ def _once(named: Mapping[str, Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in named.values()}.values())
 
 
-_HELD = ("_modules", "_parameters", "_buffers")  # checked by `ModuleSnapshot`
+_CHECKED_TABLES = ("_modules", "_parameters", "_buffers")  # checked by `ModuleSnapshot`
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
@@ -112,14 +112,15 @@ class IdentityGuards:
 
     def __init__(self, reads: Iterable[Reads], model: nn.Module, loss: object) -> None:
         self._items: dict[int, tuple[Mapping[Any, object], dict[object, object]]] = {}  # id -> (mapping, key -> value)
-        self._own: dict[tuple[int, object], tuple[Mapping[Any, object], object]] = {}  # a dict and a key it lacks
+        # (id of a mapping, key that it lacks) -> the mapping and the key.
+        self._missing_keys: dict[tuple[int, object], tuple[Mapping[Any, object], object]] = {}
         self._rows: dict[int, tuple[Any, tuple[object, ...]]] = {}  # id of a container -> it, its elements
         self._tensors: list[tuple[Tensor, int]] = []
         self._rest: list[tuple[object, str, object]] = []  # object, attribute, value
         # Functions of torch that return its state, with arguments and result.
         self._states: list[tuple[Callable[..., object], list[object], object]] = []
         reached: list[Reach] = []
-        for capture in {id(one): one for one in reads}.values():
+        for capture in {id(x): x for x in reads}.values():
             reached.append(capture.reach(model, loss))
             lookup = Lookup(model, loss, capture.scopes)
             seen: set[Path] = set()
@@ -128,24 +129,27 @@ class IdentityGuards:
                     self._note(read, lookup, seen)
         self._reached = Reach.of_all(reached)
         # One itemgetter per mapping is the fastest read. The first key twice: for one key it returns no tuple.
-        self._getters = [(itemgetter(*found, next(iter(found))), held) for held, found in self._items.values()]
-        self._values = [value for get, held in self._getters for value in get(held)]
-        self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]
+        self._getters = [(itemgetter(*items, next(iter(items))), mapping) for mapping, items in self._items.values()]
+        self._values = [value for get, mapping in self._getters for value in get(mapping)]
+        missing = self._missing_keys.values()
+        self._absent = [mapping for mapping, _ in missing], [key for _, key in missing]
 
     def holds(self) -> bool:
         """Whether all objects that captures read are still the same objects, and the tensors among them have the same
         version counters.
         """
         try:
-            now = [get(held) for get, held in self._getters]
+            now = [get(mapping) for get, mapping in self._getters]
         except KeyError:
             return False
         return (
             all(map(is_, chain.from_iterable(now), self._values))
             and not any(map(contains, *self._absent))
-            and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
+            and all(
+                len(row) == len(container) and all(map(is_, row, container)) for container, row in self._rows.values()
+            )
             and all(tensor._version == version for tensor, version in self._tensors)
-            and all(_same(getattr(held, name, GONE), value) for held, name, value in self._rest)
+            and all(_same(getattr(owner, name, GONE), value) for owner, name, value in self._rest)
             and all(state(*args) == before for state, args, before in self._states)
             and self._reached.holds()
         )
@@ -161,7 +165,7 @@ class IdentityGuards:
         except _MISSING:
             return
         if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
-            self._row(value)
+            self._elements(value)
         elif read.what == "has":
             self._rest.append((value, str(read.key), getattr(value, str(read.key), GONE)))
         elif read.what == "own":
@@ -186,16 +190,16 @@ class IdentityGuards:
             self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
         if kind == "attribute":
             self._attribute(lookup(more[0]), more[1])
-        elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _HELD):
+        elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _CHECKED_TABLES):
             container, key = lookup(more[0]), lookup(more[1])
             if isinstance(container, (dict, MappingProxyType)) and key not in container:
-                self._own[id(container), key] = container, key
+                self._missing_keys[id(container), key] = container, key
             elif isinstance(container, (dict, MappingProxyType)):
                 self._items.setdefault(id(container), (container, {}))[1][key] = container[key]
             else:
-                self._row(container)
+                self._elements(container)
 
-    def _row(self, container: object) -> None:
+    def _elements(self, container: object) -> None:
         """Adds a guard that ``container`` has the same elements, unless it is immutable or cannot be iterated."""
         if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # these are immutable
             self._rows[id(container)] = container, tuple(container)
@@ -208,7 +212,7 @@ class IdentityGuards:
         if name in attributes:
             self._items.setdefault(id(attributes), (attributes, {}))[1][name] = attributes[name]
             return
-        self._own[id(owner), name] = attributes, name
+        self._missing_keys[id(owner), name] = attributes, name
         if name not in ("__dict__", "__mro__") and not isinstance(owner, nn.Module):
             self._rest.append((owner, name, getattr(owner, name, GONE)))
 

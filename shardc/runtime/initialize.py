@@ -206,7 +206,7 @@ def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
 # --- truncated normal distributions
 
 # With less probability mass than this within the bounds, torch draws from another distribution.
-_LEAST_SHARE = 0.3
+_LEAST_PROBABILITY = 0.3
 
 
 @contextmanager
@@ -230,12 +230,12 @@ def shardwise_trunc_normal() -> Iterator[None]:
         if piece.numel <= tensor.init_shard.limit:
             values = torch.empty(piece.shape, dtype=tensor.dtype)
             place(piece, 0, original(values, mean, std, a, b, generator=generator).flatten())
-        elif _share((a - mean) / std, (b - mean) / std) <= _LEAST_SHARE:
+        elif _probability((a - mean) / std, (b - mean) / std) <= _LEAST_PROBABILITY:
             raise unsupported(nn.init.trunc_normal_, tensor, f"with bounds so far out: ({a}, {b})")
         else:
             bounds = [torch.tensor(bound, dtype=tensor.dtype).item() for bound in (a, b)]
             fill = partial(torch.Tensor.normal_, mean=mean, std=std, generator=generator)
-            _reject(piece, bounds, fill, tensor.dtype, tensor.init_shard.limit)
+            _fill_within(piece, bounds, fill, tensor.dtype, tensor.init_shard.limit)
         tensor.init_shard.mark(tensor)
         return tensor
 
@@ -246,12 +246,12 @@ def shardwise_trunc_normal() -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = original
 
 
-def _share(low: float, high: float) -> float:
+def _probability(low: float, high: float) -> float:
     """Returns the probability mass of the standard normal distribution between ``low`` and ``high``."""
     return (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
 
 
-def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
+def _fill_within(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
     """Fills ``piece`` with random values in ``bounds`` (low, high). Values of the whole tensor are drawn again until
     no element on any rank is out of bounds, so that all ranks draw equally often; ``limit`` elements are drawn at
     once.

@@ -56,14 +56,14 @@ class Loops:
         run: (graph, its arguments) -> its results.
         argument: (port, microbatch) -> the argument of a graph, if it is neither an input nor a result of a graph.
         inputs: inputs of the call, of all microbatches, by name.
-        over: applies a function of tensors to values; a value is a tensor, or in a simulation one per rank.
+        map_ranks: applies a function of tensors to values; a value is a tensor, or in a simulation one per rank.
     """
 
     program: Executable
     run: Run
     argument: Argument
     inputs: Mapping[str, Any]
-    over: Map
+    map_ranks: Map
 
     def __post_init__(self) -> None:
         self.sums: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class Loops:
 
     def gathered(self, terms: list[Any]) -> Any:
         """Concatenates ``terms``, one value per microbatch, along dim 0."""
-        return self.over(lambda *parts: torch.cat(parts), *terms)
+        return self.map_ranks(lambda *parts: torch.cat(parts), *terms)
 
     def _add(self, name: str, term: Any) -> None:
         """Adds ``term``, the result of one microbatch, to the sum ``name``, in the way of its reduction (sum, max,
@@ -142,9 +142,9 @@ class Loops:
         elif name not in self.sums:
             self.sums[name] = term
         elif self.program.reduce[name] == "sum" and name in self._added:
-            self.over(Tensor.add_, self.sums[name], term)
+            self.map_ranks(Tensor.add_, self.sums[name], term)
         else:
-            self.sums[name] = self.over(JOIN[self.program.reduce[name]], self.sums[name], term)
+            self.sums[name] = self.map_ranks(JOIN[self.program.reduce[name]], self.sums[name], term)
             self._added.add(name)
 
     def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
@@ -152,7 +152,7 @@ class Loops:
         (kind "inputs", key its name) or the gradient of an output (kind "outputs", key its index).
         """
         layout = self.program.in_time.get(kind, {}).get(key)
-        return x if layout is None or x is None else self.over(lambda whole: part_of(whole, layout, at), x)
+        return x if layout is None or x is None else self.map_ranks(lambda whole: part_of(whole, layout, at), x)
 
     def _joined(self, parts: Results) -> Results:
         """Joins the outputs and gradients of the microbatches in ``parts`` to those of the whole step, and returns
@@ -173,7 +173,7 @@ class Loops:
         """
         if layout is None or values[0] is None:
             return values[-1]
-        return self.over(lambda *parts: join_parts(parts, layout), *values)
+        return self.map_ranks(lambda *parts: join_parts(parts, layout), *values)
 
 
 class Step(Protocol):
@@ -182,7 +182,7 @@ class Step(Protocol):
     """
 
     @property
-    def over(self) -> Map:
+    def map_ranks(self) -> Map:
         """A function that applies a function of tensors to values. A value is a tensor, or in a simulation one tensor
         per rank: the function is then applied to each.
         """
@@ -201,7 +201,7 @@ class Microstep:
         program: the program.
         loops: returns the `Loops` of a program on the inputs of the call.
         grad: whether a backward may follow. The call computes the gradients of the program's loss then.
-        everywhere: turns a tensor into a value (see `Loops.over`): in a simulation, a copy per rank.
+        everywhere: turns a tensor into a value (see `Loops.map_ranks`): in a simulation, a copy per rank.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Microstep:
                 _warn_of_outputs(used - {program.loss})
             return self.loops(program.using(used)).train(tangents).grads
         (factor,) = tangents.values()
-        over = self.loops(program).over
+        map_ranks = self.loops(program).map_ranks
 
         def scaled(grad: Tensor, by: Tensor) -> Tensor:
             # Not in place: gradients may share memory, with each other and with tensors of the user.
@@ -255,7 +255,7 @@ class Microstep:
         grads = {}
         for name in list(self._grads):
             grad = self._grads[name] if keeps else self._grads.pop(name)
-            grads[name] = None if grad is None else over(scaled, grad, factor)
+            grads[name] = None if grad is None else map_ranks(scaled, grad, factor)
         return grads
 
 

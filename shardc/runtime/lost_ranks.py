@@ -132,7 +132,7 @@ class LostRanks:
         store.set(f"{self._roll}{self.rank}", "")
         store.add(f"{self._roll}answers", 1)
 
-    def first(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    def to_look_at(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks to look at first, after this rank gave up waiting for ``ranks``. These are the ranks that
         do not answer the roll call, if there are any.
 

@@ -301,7 +301,7 @@ def _program(
     state.spec.groups.consistency.call = entry.event
     state.spec.groups.consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
     compares = state.turns.due(entry.event.key)
-    if state.params.fresh:
+    if state.params.fresh:  # ranks have not compared these values yet
         state.params.compare_values(state.name)
     if any(entry.row_axes):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -314,7 +314,7 @@ def _program(
         with state.spec.groups.consistency.compiles():
             program = _find_program(state, state.cache.signature(args, kwargs), args, kwargs, leaves, spec)
             program.step(torch.is_grad_enabled())
-        state.cache.settle(program)
+        state.cache.apply_assignments(program)
         entry.program = program
     return entry.program, None, compares
 
@@ -347,7 +347,7 @@ def _uneven(state: State, rows: Rows, leaves: list[object], spec: pytree.TreeSpe
     with state.spec.groups.consistency.compiles():
         program = state.cache.program_for(*examples)
         program.step(torch.is_grad_enabled())
-    state.cache.settle(program)
+    state.cache.apply_assignments(program)
     if not state.spec.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
                                          role.kind == "output"):  # fmt: skip
         raise InputError(

@@ -151,7 +151,7 @@ class Namespace(State):
         args, kwargs = targets_last(self.params.view, args, kwargs, self.spec.targets or ())
         check_kinds(self.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
         with self._compiles():
-            program = self.cache.program_for(args, kwargs, looks=True)
+            program = self.cache.program_for(args, kwargs, needs_dumps=True)
         self.cache.explicit = True
         self.cache.calls.clear()
         if program not in self.cache.programs.values():  # one of many sizes, for this one

@@ -75,7 +75,7 @@ class CheckedParams:
         self._specs, self._devices = list(map(_spec, params.values())), list(map(_device, params.values()))
         self._runs = runs
 
-    def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
+    def still_passed(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
         """Whether ``params`` need no new check: they have the same DTensor specs (objects) and devices as those that
         passed the last one.
 
@@ -304,7 +304,7 @@ class ParamStore:
         module ``runs``, its parameters must have values, too.
         """
         mesh, params = self.spec.param_mesh, self.snapshot.parameters
-        if mesh is None or self._checked is not None and self._checked.still(params, runs):
+        if mesh is None or self._checked is not None and self._checked.still_passed(params, runs):
             return
         check(params, self.contracts, mesh, self.spec.homes, runs)
         self._checked = CheckedParams(params, runs)

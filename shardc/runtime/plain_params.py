@@ -40,8 +40,8 @@ class Shard:
         self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
         self.fuses = self.local.is_floating_point()
         self.dtype = self.local.dtype
-        self._known: list[object] = []  # values of the parameter's state at the last `read` or `write`
-        self._left: list[object] = []  # values of the shard's state at the last `write`
+        self._last_read: list[object] = []  # values of the parameter's state at the last `read` or `write`
+        self._last_written: list[object] = []  # values of the shard's state at the last `write`
 
     def end_step(self) -> None:
         """Drops the plain parameter's gradient, which only the step needs."""
@@ -90,18 +90,18 @@ class Shard:
             into: state by shard, to which the shard's is written.
         """
         if not state:
-            if self._known:
+            if self._last_read:
                 into.pop(self.data, None)
-                self._known, self._left = [], []
+                self._last_read, self._last_written = [], []
             return
-        if _same(state, self._known):
+        if _same(state, self._last_read):
             return
         mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
         step = state.get("step")
         if fused and isinstance(step, Tensor) and step.device != self.local.device:
             mine["step"] = step.to(self.local.device)
         into[self.data] = mine
-        self._known, self._left = list(state.values()), []
+        self._last_read, self._last_written = list(state.values()), []
 
     def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
         """Copies the optimizer state of the plain shard to the state of the DTensor parameter. Tensors become
@@ -111,12 +111,12 @@ class Shard:
             mine: state of the shard by key.
             states: state by parameter, to which the parameter's is written.
         """
-        if not mine or _same(mine, self._left):
+        if not mine or _same(mine, self._last_written):
             return
         state = states[self.param]
         for key, x in mine.items():
             state[key] = self._as_dtensor(key, x, state.get(key))
-        self._known, self._left = list(state.values()), list(mine.values())
+        self._last_read, self._last_written = list(state.values()), list(mine.values())
 
     def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
         """Converts ``x``, entry ``key`` of the shard's optimizer state, to an entry of the parameter's state. A
@@ -201,9 +201,9 @@ class WholeParameter(Shard):
 
     def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
         leaves = pytree.tree_leaves(state or {})
-        if not self.is_local or _are(leaves, self._known):
+        if not self.is_local or _are(leaves, self._last_read):
             return
-        self._known, self._left = leaves, []
+        self._last_read, self._last_written = leaves, []
         if not state:
             into.pop(self.data, None)
             return
@@ -214,14 +214,14 @@ class WholeParameter(Shard):
 
     def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
         leaves = pytree.tree_leaves(mine or {})
-        if not self.is_local or not mine or _are(leaves, self._left):
+        if not self.is_local or not mine or _are(leaves, self._last_written):
             return
         state = states[self.param]
         dtensors = {id(x._local_tensor): x for x in pytree.tree_leaves(state) if isinstance(x, DTensor)}
         new = pytree.tree_map(lambda x: dtensors.get(id(x)) if id(x) in dtensors else self.placed(x), dict(mine))
         state.clear()
         state.update(new)
-        self._known, self._left = pytree.tree_leaves(state), leaves
+        self._last_read, self._last_written = pytree.tree_leaves(state), leaves
 
     def placed(self, x: object) -> object:
         """Moves ``x``, an entry of the optimizer state, to the parameter's owner: returns a DTensor that has no rows

@@ -174,20 +174,20 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
     backend = [event for event in events if event.name() == "gloo:all_reduce"]
     # Gloo labels other collectives all_reduce too. If there are more of them than calls, they cannot be matched.
-    handed = (
+    backend_event_of = (
         {id(call): event for call, event in zip(whole, backend, strict=False)} if len(whole) == len(backend) else {}
     )
     waits = [event for event in events if event.name() == f"{NAMESPACE}::wait_tensor"]
     ran = []
     for event, kind in calls:
-        mine = [m for s, m in zip(sends, messages, strict=True) if _inside(s, event)]
-        theirs = [m for s, m in zip(receives, arrivals, strict=True) if _inside(s, event)]
-        native = handed.get(id(event), event)
-        ended = max(_end(e) for e in (event, native, *mine, *theirs))
-        sent = sum(count * size for count, size in map(_payload, mine)) if mine else None
+        sent_messages = [m for s, m in zip(sends, messages, strict=True) if _inside(s, event)]
+        received_messages = [m for s, m in zip(receives, arrivals, strict=True) if _inside(s, event)]
+        native = backend_event_of.get(id(event), event)
+        ended = max(_end(e) for e in (event, native, *sent_messages, *received_messages))
+        sent = sum(count * size for count, size in map(_payload, sent_messages)) if sent_messages else None
         ran.append(Ran(
-            kind, sent, None if mine else _payload(native), (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
-            event.duration_ns() / 1e9,
+            kind, sent, None if sent_messages else _payload(native), (event.start_ns() - first) / 1e9,
+            (ended - first) / 1e9, event.duration_ns() / 1e9,
         ))  # fmt: skip
 
     def span(event: _Event) -> tuple[float, float]:

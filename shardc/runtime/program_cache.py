@@ -21,7 +21,7 @@ from shardc.ir.layout import Layout
 from shardc.logs import CACHE
 from shardc.runtime.events import Event
 from shardc.runtime.gloo.buffers import Buffers
-from shardc.runtime.host import frozen
+from shardc.runtime.host import cheap_garbage_collection
 from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
 from shardc.runtime.miss_reason import Wanted, compiling, reason
@@ -226,19 +226,23 @@ class ProgramCache:
         """
         return takes_loss(self.params.view, args, kwargs, None if self.spec.targets is None else len(self.spec.targets))
 
-    def program_for(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], looks: bool = False) -> Executable:
+    def program_for(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], needs_dumps: bool = False) -> Executable:
         """Returns the program for example inputs at global shapes, in the model's current mode. If the cache has none,
         it is loaded from the store on disk or compiled.
 
         It has a backward, except under no_grad if the model reads the grad mode.
 
         Args:
-            looks: whether the graphs after each pass are needed, which a program from the store does not have.
+            needs_dumps: whether the graphs after each pass are needed, which a program from the store does not have.
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
         evaluates = not torch.is_grad_enabled()
-        if self.spec.targets and self.params.view.training and not (looks or evaluates or self.with_loss(args, kwargs)):
+        if (
+            self.spec.targets
+            and self.params.view.training
+            and not (needs_dumps or evaluates or self.with_loss(args, kwargs))
+        ):
             raise no_targets(self.params.view, self.spec.targets)
         deferred = NOTHING if evaluates else self.params.sync.deferred()
         for grad in True, False:
@@ -247,22 +251,22 @@ class ProgramCache:
                 program: Any = self._sized(call, args, kwargs, deferred)
                 if program is None:
                     program = self.find(call, deferred)
-                runs = program
-                if looks and runs is not None and runs.from_store:
-                    program = self._shown.get(id(runs), (runs, None))[1]
+                compared = program
+                if needs_dumps and compared is not None and compared.from_store:
+                    program = self._shown.get(id(compared), (compared, None))[1]
                 if program is None:
                     wanted = Wanted(call, deferred, self.params.view, self.build.loss)
                     self._warn_of_unused(wanted)
-                    with frozen(), compiling(self.programs, wanted):
+                    with cheap_garbage_collection(), compiling(self.programs, wanted):
                         build, model = self.build, self.params.present()
-                        if looks or deferred:
+                        if needs_dumps or deferred:
                             program = build(model, *example, deferred)
                         else:
                             program = build.stored(model, *example, evaluates)
-                    if runs is None:
+                    if compared is None:
                         self.add(program)
                     else:  # calls go on with the one that ranks have compared
-                        self._shown[id(runs)] = runs, program
+                        self._shown[id(compared)] = compared, program
                     CACHE.info("new program: %s", program.stored)
                 else:
                     self._unused = []
@@ -352,7 +356,7 @@ class ProgramCache:
         targets = len(self.spec.targets or ()) * self.with_loss(args, kwargs)
         return self.spec.names(self.params.view, args, kwargs, targets)
 
-    def settle(self, program: Executable) -> None:
+    def apply_assignments(self, program: Executable) -> None:
         """Sets attributes of the model to the values that its forward assigned during capture. On one device the
         first call would set them.
 

@@ -6,8 +6,8 @@ hash of its event in the store (never by a collective) and waits until every ran
 On ranks that do not arrive, because their event is the predicted one, a listener thread (`shardc.runtime.gloo.listen`)
 publishes it. If the hashes differ, all ranks raise.
 
-If an error is raised on one rank within an event, `RankConsistency.fails` sends it to the others. They raise it before
-their next event, out of a collective, or out of a compilation. After an error, all ranks restart numbering.
+If an error is raised on one rank within an event, `RankConsistency.report_error` sends it to the others. They raise it
+before their next event, out of a collective, or out of a compilation. After an error, all ranks restart numbering.
 """
 
 from __future__ import annotations
@@ -214,14 +214,14 @@ class RankConsistency:
 
     def shares_errors(self) -> ErrorReport:
         """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
-        return ErrorReport(self.fails, self.epoch)
+        return ErrorReport(self.report_error, self.epoch)
 
     @property
     def epoch(self) -> int:
         """Number of times that this rank has restarted its numbering of events, which it does after an error."""
         return self.number // _AGAIN
 
-    def fails(self, error: BaseException, epoch: int) -> None:
+    def report_error(self, error: BaseException, epoch: int) -> None:
         """Sends an error of this rank to the others, which raise it too; event numbers restart. Does nothing if the
         others learn of the error otherwise (CollectiveError) or need not raise (error of `meet`).
 
@@ -238,7 +238,7 @@ class RankConsistency:
         with suppress(RuntimeError):  # the store is gone
             self._log(self._connected(), [self.rank, number, *raised(self.place(self.rank), error)])
 
-    def behind(self) -> MeshError | None:
+    def cause_of_failure(self) -> MeshError | None:
         """Returns the MeshError that is the real reason of a failed collective: ranks run different things, or
         another rank raised.
 
@@ -246,7 +246,7 @@ class RankConsistency:
         """
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
-    def lost(self, ranks: Sequence[int]) -> str:
+    def advice_on_lost(self, ranks: Sequence[int]) -> str:
         """Returns the advice (``fix``) for an error about a failed wait for ``ranks``: which ranks to look at first
         (see `LostRanks`).
 
@@ -255,10 +255,10 @@ class RankConsistency:
         """
         with suppress(RuntimeError):  # the store is gone
             self._lost.give_up(self._connected(), ranks, lambda store: self._log(store, ["roll"]))
-        if (different := self.behind()) is not None:
+        if (different := self.cause_of_failure()) is not None:
             raise different
         try:
-            return look_at(list(map(self.place, self._lost.first(self._connected(), ranks))))
+            return look_at(list(map(self.place, self._lost.to_look_at(self._connected(), ranks))))
         except RuntimeError:
             return f"{look_at_store(self.place(0))}. If it is well, {look_at(list(map(self.place, ranks)))}"
 
@@ -267,8 +267,8 @@ class RankConsistency:
         how ranks differ; if neither is known, it is ``error``.
         """
         if not is_lost(error):
-            return self.behind() or error
-        fix = self.lost([rank for rank in self.ranks if rank != self.rank])
+            return self.cause_of_failure() or error
+        fix = self.advice_on_lost([rank for rank in self.ranks if rank != self.rank])
         return lost(error, self.place(self.rank), self.ranks, fix)
 
     def _raised(self) -> MeshError:
@@ -345,7 +345,7 @@ class RankConsistency:
         """Appends the message ``entry`` to the log that the listener threads of all ranks read."""
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
-    def heard(self, store: dist.Store, entry: str) -> None:
+    def on_message(self, store: dist.Store, entry: str) -> None:
         """Handles a message from the log that all ranks share, on the listener thread. ``entry`` is `NOTHING` if no
         message came for a while, and `END` when the thread ends.
 
@@ -453,6 +453,7 @@ class RankConsistency:
         with self._lock:
             if self.epoch != epoch or self._different is not None:
                 return
+            # A compile is interrupted: the next event, where this rank would raise, may be minutes away.
             if self._compiles is not None and self.number >= number:
                 self._different = self._failure[1]
                 raise_in(self._compiles, Stopped)
@@ -479,7 +480,7 @@ class RankConsistency:
                     self._failure = self._failure or (self.number, error)
                 self._comparisons.asked.difference_update(pending)
                 self._log(store, ["waits", self.rank, pending[0], error.what, error.fix])
-        if self._samples.long(self.number, self.running):
+        if self._samples.runs_long(self.number, self.running):
             self._answer(store, self.number)
 
     def _on_wait(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
@@ -517,5 +518,5 @@ class RankConsistency:
         if self._store is None:
             store: Any = c10d._get_default_store()
             self._store = BoundedStore(store.clone(), store.timeout)
-            Listener(self._store, f"{self._prefix}log", self.heard).start()
+            Listener(self._store, f"{self._prefix}log", self.on_message).start()
         return self._store

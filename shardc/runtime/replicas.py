@@ -73,22 +73,22 @@ def compare_values(
         return
     mine: dict[str, list[int | None]] = {}
     for key, x in tensors.items():
-        local = _fingerprint(x)
-        whole, cut = sources.get(key, (None, None))
-        mine[key] = [local, whole if cut == local else None]
+        fingerprint = _fingerprint(x)
+        of_source, of_shard_then = sources.get(key, (None, None))
+        mine[key] = [fingerprint, of_source if of_shard_then == fingerprint else None]
     listed = "\n".join(
         f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
     )
     event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
-    first = {key: _first(_split(storages.get(key)), groups) for key in tensors}
-    answers = consistency.exchange(event, json.dumps(mine), {0, *first.values()})
+    compared_with = {key: _first_replica(_split(storages.get(key)), groups) for key in tensors}
+    answers = consistency.exchange(event, json.dumps(mine), {0, *compared_with.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
     wrong = [
         (key, rank)
-        for key, (local, whole) in mine.items()
+        for key, (fingerprint, of_source) in mine.items()
         for rank, other in (
-            (first[key], theirs[first[key]][key][0] == local),
-            (0, _equal_or_unknown(whole, theirs[0][key][1])),
+            (compared_with[key], theirs[compared_with[key]][key][0] == fingerprint),
+            (0, _equal_or_unknown(of_source, theirs[0][key][1])),
         )
         if not other
     ]
@@ -157,7 +157,7 @@ def compare_inputs(
     shared = {key: x for key, x in passed.items() if prod(map(mesh.size, x.split)) < mesh.ranks}
     if consistency.alone or not shared:
         return
-    first = {key: _first(x.split, groups) for key, x in shared.items()}
+    first = {key: _first_replica(x.split, groups) for key, x in shared.items()}
     mine = {key: _fingerprint(x.value) for key, x in shared.items()}
     event = Event((("event", f"comparison of inputs of {name}"), ("inputs", ", ".join(mine))))
     texts = consistency.exchange(event, json.dumps(mine), set(first.values()))
@@ -229,7 +229,7 @@ def _equal_or_unknown(left: int | None, right: int | None) -> bool:
     return left is None or right is None or left == right
 
 
-def _first(split: tuple[str, ...], groups: Groups) -> int:
+def _first_replica(split: tuple[str, ...], groups: Groups) -> int:
     """Returns the lowest mesh rank that has the same shard as this rank, for a tensor split over the axes ``split``."""
     mine = flat_index(groups.mesh, split, groups.rank)
     return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == mine)

@@ -92,13 +92,15 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
     Args:
         any_rank: returns whether a flag is true on any rank, if ranks have the loads of different layers; else None.
     """
-    over = next((each for each in ((name, load, _most(load)) for name, load in loads) if each[2] > each[1].rows), None)
-    if over is None if any_rank is None else not any_rank(over is not None):
+    overfull = next(
+        (each for each in ((name, load, _most(load)) for name, load in loads) if each[2] > each[1].rows), None
+    )
+    if overfull is None if any_rank is None else not any_rank(overfull is not None):
         return
     fix = 'raise the capacity of shardc.ep(..., dispatch="bounded"), or use dispatch="send", which has no limit'
-    if over is None:
+    if overfull is None:
         raise InputError("experts of another stage get more rows than their capacity has room for", fix=fix)
-    name, load, most = over
+    name, load, most = overfull
     raise InputError(
         f"{name or 'the model'}: rank {int(load.most) % load.ranks} has {most} rows for the experts of one rank, and "
         f"the capacity leaves room for {load.rows}",

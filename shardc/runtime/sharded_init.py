@@ -473,11 +473,12 @@ def piece_of(func: object, view: Virtual) -> Piece:
     """
     shard = view.init_shard
     stride = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
+    # Index, along each dim of the parameter, of the view's first element.
     starts, rest = [], int(view.storage_offset())
     for step in stride:
         start, rest = divmod(rest, max(step, 1))
         starts.append(start)
-    sources: list[int | None] = []
+    sources: list[int | None] = []  # dim of the view -> dim of the parameter; None for size 1
     for size, step in zip(view.shape, view.stride(), strict=True):
         fitting = [d for d, s in enumerate(stride) if s == step and shard.shape[d] > 1 and d not in sources]
         if size == 1:

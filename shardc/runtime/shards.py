@@ -93,10 +93,12 @@ def send_rows(
     pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(rows, sends, strict=True)]
     out = []
     for k, counts in enumerate(receives):
-        came = torch.cat([piece[k] for piece in pieces])
+        received = torch.cat([piece[k] for piece in pieces])
         assert counts.tolist() == [piece[k].shape[0] for piece in pieces], "ranks do not agree on the rows that go"
-        left = came.new_full((size - came.shape[0], *came.shape[1:]), float("nan") if came.is_floating_point() else -1)
-        out.append(torch.cat([came, left]))
+        unused = received.new_full(
+            (size - received.shape[0], *received.shape[1:]), float("nan") if received.is_floating_point() else -1
+        )
+        out.append(torch.cat([received, unused]))
     return out
 
 

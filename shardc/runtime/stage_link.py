@@ -141,7 +141,7 @@ class StageLink:
                 f"rank {place(dist.get_rank())} {'sent' if sends else 'waited for'} {kind} %{name}{more} of microbatch "
                 f"{at} {'to' if sends else 'from'} rank {place(peer)} when it failed: {str(error).splitlines()[0]}",
                 plan_entry=str(self.program.key.plan.setting("pp")),
-                fix=consistency.lost([peer]),
+                fix=consistency.advice_on_lost([peer]),
             ) from error
 
 

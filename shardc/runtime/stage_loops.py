@@ -82,14 +82,16 @@ class StageLoops(Loops):
         self.link.begin(actions)
         parts = Results()
         received = self.program.received(self.rank, training)
-        for action, done, before in zip(actions, self.program.last_uses(self.rank, training), received, strict=True):
+        for action, last_used, before in zip(
+            actions, self.program.last_uses(self.rank, training), received, strict=True
+        ):
             if isinstance(action, Run):
                 half, at = action.half, action.microbatch
                 keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
                 saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
                 feed = [self._value(port, at, saved, tangents) for port in half.takes]
                 saved.clear()
-                self._free(done)  # a graph frees what it takes
+                self._free(last_used)  # a graph frees what it takes
                 for role, x in zip(half.gives, self.run(half, feed), strict=True):
                     if role.kind == "saved":
                         self.shared[saved_key(half, role.name, at)] = x
@@ -98,7 +100,7 @@ class StageLoops(Loops):
             elif action.source == self.rank:
                 pairs = zip(action.keys, action.examples, strict=True)
                 self.link.send(action, [self._sent(key, example, parts) for key, example in pairs])
-                self._free(done)
+                self._free(last_used)
             else:
                 while not self.link.arrived(action):
                     yield

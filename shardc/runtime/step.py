@@ -33,8 +33,8 @@ from shardc.runtime.events import Event, program_event
 from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.gloo.direct import prepare
 from shardc.runtime.gradients import Key
-from shardc.runtime.groups import Groups, named
-from shardc.runtime.host import frozen, keep_heap, settle
+from shardc.runtime.groups import Groups, as_collective_error
+from shardc.runtime.host import cheap_garbage_collection, keep_heap, settle
 from shardc.runtime.inputs import in_order
 from shardc.runtime.loops import Argument
 from shardc.runtime.parameter_checks import ParamStore
@@ -148,11 +148,11 @@ class Runner:
 
     Attributes:
         splits_outputs: whether gradients of outputs are of this rank's own loss, and are scaled.
-        fits_behind: whether `shardc.runtime.autograd.check_units` has checked the inputs.
+        units_checked: whether `shardc.runtime.autograd.check_units` has checked the inputs.
         keys: keys of the random numbers of the next run; if there are none, they are drawn.
     """
 
-    fits_behind = False
+    units_checked = False
 
     def __init__(
         self,
@@ -216,25 +216,26 @@ class Runner:
             ranges.enter(segment)
 
         try:
-            does = "" if self.program.stage_ranks else f"run of the {half.kind}"  # else ranks run different graphs
-            watches = half.kind == "backward" and torch.is_anomaly_enabled()
-            plan = half.plan if watches else compiled.plan
+            # In a pipeline ranks run different graphs, which cannot be compared.
+            compared_as = "" if self.program.stage_ranks else f"run of the {half.kind}"
+            seeks_nan = half.kind == "backward" and torch.is_anomaly_enabled()
+            plan = half.plan if seeks_nan else compiled.plan
             with (
-                consistency.runs(does),
+                consistency.runs(compared_as),
                 self.buffers.planned(plan) as window,
                 _compat.no_autocast(),
                 noting() as noted,
                 ranges.run(),
             ):
-                results, first = watched(half, inputs) if watches else (compiled(inputs, enter), 0)
+                results, first = watched(half, inputs) if seeks_nan else (compiled(inputs, enter), 0)
             settle()
-            if watches:
+            if seeks_nan:
                 check(half, results, first, self.groups, self._without_pad)
             if half.is_forward:
                 self.routing.note(half.graph, noted, adds_tokens)
             return results
         except Exception as error:
-            failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
+            failed = as_collective_error(error, half.gm, half.kind, self.groups, self.program.cause, running)
             failure = failed or out_of_range(str(error))
             if failure is None:
                 raise
@@ -309,7 +310,8 @@ class Runner:
         (``certificate``). Then lowers those graphs that this rank runs.
         """
         keep_heap()
-        with self.groups.consistency.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
+        # The graphs have their casts.
+        with self.groups.consistency.compiles(), cheap_garbage_collection(), _compat.no_autocast():
             graphs = {half.name: half.gm for half in halves}
             events, names = _COMPARED.setdefault(halves[0].gm, {}), tuple(graphs)
             if names not in events:
@@ -335,7 +337,7 @@ class Runner:
         ]
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
-    def late(
+    def reduce_deferred(
         self, roles: Sequence[Role], grads: dict[tuple[str, str], Tensor | None], deferred: Deferred
     ) -> dict[str, Tensor]:
         """Handles gradients that backward leaves unreduced (`no_sync`): adds them to local sums. Then reduces the

@@ -106,9 +106,9 @@ class Rows:
         sent = torch.zeros(max(counts) * width, dtype=torch.uint8, device=x.device)
         sent[: x.shape[0] * width] = bytes_of(x)
         ordered = sorted(axes, key=groups.mesh.order)
-        came = gather(sent, groups, tuple(ordered))
+        parts = gather(sent, groups, tuple(ordered))
         members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]
-        by_block = {flat_index(groups.mesh, axes, rank): part for rank, part in zip(members, came, strict=True)}
+        by_block = {flat_index(groups.mesh, axes, rank): part for rank, part in zip(members, parts, strict=True)}
         whole = torch.cat([by_block[block][: count * width] for block, count in enumerate(counts)])
         index = local_indices(layout, layout.shape, 0, groups.rank)
         return whole.view(x.dtype).view(-1, *x.shape[1:])[index[0] : index[-1] + 1].contiguous()

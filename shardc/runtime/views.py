@@ -123,16 +123,16 @@ class Views:
     bases: tuple[Base, ...] = ()
     read_only: frozenset[int] = frozenset()
 
-    def held_back(self, outputs: list[Any]) -> list[Any]:
+    def to_bases(self, outputs: list[Any]) -> list[Any]:
         """Returns ``outputs`` with None in place of views that `make` makes from other tensors, and with the base
         tensors (`Base`) of views appended.
         """
         bases = [base.holding(outputs) for base in self.bases]
-        handed = list(outputs)
+        without_views = list(outputs)
         for view in self.views:
             if view.from_feed or view.source != view.at:
-                handed[view.at] = None
-        return handed + bases
+                without_views[view.at] = None
+        return without_views + bases
 
     def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
         """Fills in those entries of ``outputs`` that are views, in place. Each is made from another output or from
@@ -172,7 +172,7 @@ def views_of(
     layouts = dict(program.inputs)
     axes = {at: _axes(role.layout) for at, role in enumerate(program.outputs)}
     views: dict[int, View] = {}
-    hidden: dict[int, list[int]] = {}  # outputs that share a memory that is no output or input
+    by_unreturned_memory: dict[int, list[int]] = {}  # outputs that share a memory that is no output or input
     stray: set[int] = set()
 
     def add(view: View, source: Tensor, fits: bool) -> None:
@@ -180,7 +180,7 @@ def views_of(
         work on the local tensor ``source``. Otherwise adds the output to ``stray``, the outputs that are not views
         here.
         """
-        if fits and not dtensors and _holds(view, source, outputs[view.at]):
+        if fits and not dtensors and _makes_view(view, source, outputs[view.at]):
             views[view.at] = view
         else:
             stray.add(view.at)
@@ -194,7 +194,7 @@ def views_of(
             view = View(at, source, False, ops or (), output, detached)
             add(view, outputs[source], ops is not None and axes[at] == axes[source])
         elif output.of is None:
-            hidden.setdefault(output.first, []).append(at)
+            by_unreturned_memory.setdefault(output.first, []).append(at)
         elif any((kind, output.of) in takes for kind in ("input", "buffer")):
             kind = "input" if ("input", output.of) in takes else "buffer"
             source = takes[kind, output.of]
@@ -208,7 +208,7 @@ def views_of(
             stray.add(at)
     bases: list[Base] = []
     # Outputs that share a memory that is not returned: a single one is a plain view, several need a common base.
-    for group in hidden.values():
+    for group in by_unreturned_memory.values():
         if len(group) == 1:
             at = group[0]
             if returned[at].part if dtensors else returned[at].view:
@@ -232,8 +232,8 @@ def views_of(
     for at in stray - read_only:  # they do not overlap
         views[at] = View(at, at, False, (), returned[at])
     views = {at: view for at, view in views.items() if at not in read_only or not view.from_feed}
-    behind = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
-    return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | behind))
+    read_only_bases = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
+    return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | read_only_bases))
 
 
 def _at(place: Place, base: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
         yield from of(view)
 
 
-def _up(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
+def _view_chain(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
     """Walks from ``node`` up a chain of view ops. Yields (node, op) for each: ``op`` computes the node from the node
     that is yielded next; it is None for the last node.
     """
@@ -312,13 +312,13 @@ def _one_of(op: Op, index: int, x: Tensor) -> Tensor:
 
 def of_constant(node: fx.node.Argument) -> bool:
     """Whether ``node`` is a view of a constant of its graph."""
-    return isinstance(node, fx.Node) and [x for x, _ in _up(node)][-1].op == "get_attr"
+    return isinstance(node, fx.Node) and [x for x, _ in _view_chain(node)][-1].op == "get_attr"
 
 
 def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
     """Returns the view ops that compute ``node`` from ``source``; None if ``node`` is not a view of ``source``."""
     ops: list[Op] = []
-    for above, op in _up(node) if isinstance(node, fx.Node) else ():
+    for above, op in _view_chain(node) if isinstance(node, fx.Node) else ():
         if above is source:
             return tuple(reversed(ops))
         if op is not None:
@@ -326,7 +326,7 @@ def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
     return None
 
 
-def _holds(view: View, source: Tensor, value: Tensor) -> bool:
+def _makes_view(view: View, source: Tensor, value: Tensor) -> bool:
     """Whether applying the ops of ``view`` to ``source`` gives a tensor in the memory of ``source``, with the shape
     and dtype of ``value``.
     """
@@ -347,7 +347,7 @@ def _base(
         nodes: node of each output.
         gradients: positions of outputs that have gradients.
     """
-    paths = [[node for node, _ in _up(nodes[at])] for at in group]
+    paths = [[node for node, _ in _view_chain(nodes[at])] for at in group]
     common = next((node for node in paths[0] if all(node in path for path in paths)), None)
     values = [outputs[at] for at in group]
     if common is None or len({x.dtype for x in values}) > 1:

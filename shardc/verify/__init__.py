@@ -1,7 +1,8 @@
 """Verifier: checks the invariants of a graph after each pass.
 
 The spec of a stage (the state after a pass) is a tuple of checks (`SPECS`); a check yields (node, reason) for each
-failure. Sharding rules come from the caller: ``agrees`` returns why an op's operand layouts do not give its results'.
+failure. Sharding rules come from the caller: ``disagreement`` returns why an op's operand layouts do not give its
+results'.
 """
 
 from __future__ import annotations
@@ -79,24 +80,26 @@ INVARIANTS: dict[Check, str] = {
 MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
 
 
-def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules, *, spec: str | None = None) -> None:
+def verify(
+    gm: fx.GraphModule, mesh: Mesh, stage: str, disagreement: Agrees = no_rules, *, spec: str | None = None
+) -> None:
     """Check the invariants that hold in graph ``gm`` after the pass ``stage``.
 
     Args:
         gm: the graph after ``stage``.
         stage: name of a pass, for errors; a key of `SPECS` unless ``spec`` is set.
-        agrees: see `Subject`.
+        disagreement: see `Subject`.
         spec: the stage whose spec is checked, if not ``stage``.
 
     Raises:
         VerifyError: a check fails; the error has the stage, the reason, and the dump around the node.
     """
-    check(gm, mesh, stage, SPECS[spec or stage], agrees)
+    check(gm, mesh, stage, SPECS[spec or stage], disagreement)
 
 
-def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], agrees: Agrees = no_rules) -> None:
+def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], disagreement: Agrees = no_rules) -> None:
     """Run ``checks`` on the graph ``gm``. Raises VerifyError for the first failure, as `verify` does."""
-    check_all(Subject(gm, mesh, agrees), stage, checks)
+    check_all(Subject(gm, mesh, disagreement), stage, checks)
 
 
 def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:

@@ -13,7 +13,7 @@ from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, output_node, outputs
-from shardc.ir.op_traits import RESHAPES, is_view, lends
+from shardc.ir.op_traits import RESHAPES, is_view, may_share_memory
 from shardc.ir.repeat import Segment
 from shardc.verify.identity import computed, same
 from shardc.verify.subject import Broken, Subject
@@ -110,7 +110,7 @@ def slots(subject: Subject) -> Broken:
             used[number] = used[number][0], max(used[number][1], until)
             if node.op == "output" and plan.slots[number].region == INSIDE:
                 yield maker[number], "it leaves the half, in memory that is used again"
-        slots_of[node] = read if lends(node.target) else frozenset()
+        slots_of[node] = read if may_share_memory(node.target) else frozenset()
         if node.target in IN_MESSAGES:
             numbers = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)

@@ -52,7 +52,7 @@ def decisions(subject: Subject) -> Broken:
     of its results.
     """
     for node in _computing(subject):
-        if (reason := subject.agrees(node, info(node).needs)) is not None:
+        if (reason := subject.disagreement(node, info(node).needs)) is not None:
             yield node, reason
 
 
@@ -61,7 +61,7 @@ def agreement(subject: Subject) -> Broken:
     reshard is missing.
     """
     for node in _computing(subject):
-        if (reason := subject.agrees(node, None)) is not None:
+        if (reason := subject.disagreement(node, None)) is not None:
             yield node, reason
 
 

@@ -98,7 +98,7 @@ Broken = Iterator[tuple[fx.Node, str]]
 
 
 def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
-    """Accept the layouts of every op. Used as ``agrees`` of a `Subject` whose graph is not checked against rules.
+    """Accept the layouts of every op. Used as ``disagreement`` of a `Subject` whose graph is not checked against rules.
     Returns None (no disagreement).
     """
 
@@ -111,14 +111,14 @@ class Subject:
     Args:
         gm: the graph.
         mesh: mesh of its layouts and groups.
-        agrees: function of an op and the layouts of its operands (None: their current ones) that returns why they do
-            not give the layouts of its results, or None if they do.
+        disagreement: function of an op and the layouts of its operands (None: their current ones) that returns why they
+            do not give the layouts of its results, or None if they do.
         causes: parameter -> the plan entries that decide its compute layout, for errors.
     """
 
     gm: fx.GraphModule
     mesh: Mesh
-    agrees: Agrees
+    disagreement: Agrees
     causes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

@@ -13,7 +13,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardc
-from shardc.capture.replacements import instance_norm, other_forms
+from shardc.capture.replacements import instance_norm, traceable_functions
 from shardc.errors import CaptureError
 
 
@@ -70,7 +70,7 @@ def test_other_form(case: str) -> None:
     name, make, kwargs = CASES[case]
     args = make()
     own = getattr(F, name)
-    with other_forms():
+    with traceable_functions():
         assert getattr(F, name) is not own
         found = results(getattr(F, name), args, kwargs)
     assert getattr(F, name) is own
@@ -90,12 +90,12 @@ def results(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
 
 @pytest.mark.parametrize("bad", [{"mode": "mean", "per_sample_weights": draw(3, 5)}, {"mode": "median"}])
 def test_a_wrong_call_is_refused(bad: dict[str, Any]) -> None:
-    with other_forms(), pytest.raises((ValueError, NotImplementedError)):
+    with traceable_functions(), pytest.raises((ValueError, NotImplementedError)):
         F.embedding_bag(ids(3, 5), draw(6, 2), **bad)
 
 
 def test_wrong_sizes_are_refused() -> None:
-    with other_forms(), pytest.raises(ValueError, match="target"):
+    with traceable_functions(), pytest.raises(ValueError, match="target"):
         F.multilabel_margin_loss(draw(4, 5), LABELS[:, :1])
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.ir.mesh import Mesh
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 from tests.ranks import device_mesh, run_ranks
 
 WIDTH, DEPTH, ROWS = 6, 6, 8
@@ -139,7 +139,7 @@ class Pair:
             mine, other = (ours.grad, theirs.grad) if grads else (ours, theirs)
             assert (mine is None) == (other is None), f"{name} has no gradient, or should have none"
             if other is not None:
-                self.close(whole(mine, self.module.shardc.spec.storages[name]), other, f"{name}, gradient: {grads}")
+                self.close(unshard(mine, self.module.shardc.spec.storages[name]), other, f"{name}, gradient: {grads}")
         for name, theirs in self.source.named_buffers():
             self.close(self.module.get_buffer(name).double(), theirs.double(), name)
 
@@ -282,7 +282,7 @@ def low(pair: Pair) -> None:
     near(x.bfloat16()).backward()
     pair.source(x).backward()
     stored = pair.module.shardc.spec.storages
-    ours = {name: whole(p.grad, stored[name]) for name, p in pair.module.named_parameters()}
+    ours = {name: unshard(p.grad, stored[name]) for name, p in pair.module.named_parameters()}
     exact, other = ({name: p.grad.float() for name, p in one.named_parameters()} for one in (pair.source, near))
     error, allowed = (
         torch.stack([(found[name] - exact[name]).norm() for name in exact]).norm() for found in (ours, other)

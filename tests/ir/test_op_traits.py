@@ -63,4 +63,8 @@ def test_pointwise_ops_and_collectives() -> None:
     start = torch.ops._c10d_functional.all_reduce.default
     assert [op_traits.communicates(x) for x in (start, GATHER, op_traits.WAIT, aten.add.Tensor)] == [1, 1, 1, 0]
     assert [op_traits.starts(x) for x in (start, GATHER, op_traits.WAIT, getitem)] == [1, 1, 0, 0]
-    assert op_traits.lends(op_traits.WAIT) and op_traits.lends(getitem) and not op_traits.lends(aten.reshape.default)
+    assert (
+        op_traits.may_share_memory(op_traits.WAIT)
+        and op_traits.may_share_memory(getitem)
+        and not op_traits.may_share_memory(aten.reshape.default)
+    )

@@ -199,7 +199,7 @@ def each_rank_comes_once() -> None:
     compare = consistency._compare
 
     def answered_first(act: Any) -> None:
-        consistency.heard(consistency._connected(), str(consistency.number))
+        consistency.on_message(consistency._connected(), str(consistency.number))
         compare(act)
         came.append(int(consistency._store.add(f"{consistency._comparisons.at(consistency.number)}came", 0)))
         dist.barrier()
@@ -221,7 +221,7 @@ def the_thread_that_listens_differs_first() -> None:
         store = consistency._connected()  # as `_compare` begins
         store.set(f"{consistency._prefix}what/{act.key}", json.dumps(act.lines))
         consistency._waits = consistency.number
-        consistency.heard(consistency._connected(), str(consistency.number))
+        consistency.on_message(consistency._connected(), str(consistency.number))
         compare(act)
 
     if dist.get_rank() == 1:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import shardc
 from shardc.capture.decompositions import fake_like
-from shardc.capture.replacements import other_forms
+from shardc.capture.replacements import traceable_functions
 from shardc.capture.trace import Traced, decompositions
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
@@ -111,7 +111,7 @@ def joint(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, 
     """What capture makes of ``model``, Dynamo left out, which takes long."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(other_forms())
+        stack.enter_context(traceable_functions())
         with mode:
             fakes = tuple(fake_like(x, x.device) for x in tensors)
         made = aot_autograd.aot_export_joint_with_descriptors(stack, model, fakes, {}, decompositions=decompositions())

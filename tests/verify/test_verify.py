@@ -13,7 +13,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse, parse_mesh
 from shardc.ir.text import dump
-from shardc.passes.check import agrees
+from shardc.passes.check import disagreement
 from shardc.verify import SPECS, verify
 from tests.verify.verifying import LOCAL, STEPS, caught, edited, lines, mutated, run
 
@@ -178,7 +178,7 @@ def test_outputs_without_a_role_each_are_caught() -> None:
     last = next(iter(reversed(gm.graph.nodes)))
     last.meta[ROLES] = last.meta[ROLES][:1]
     with pytest.raises(VerifyError) as error:
-        verify(gm, parse_mesh(STEPS), "collectives", agrees)
+        verify(gm, parse_mesh(STEPS), "collectives", disagreement)
     assert error.value.what == "after collectives: the outputs: 2 outputs have 1 roles"
 
 

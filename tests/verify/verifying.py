@@ -10,7 +10,7 @@ from torch import fx
 from shardc.errors import VerifyError
 from shardc.ir.graph import info
 from shardc.ir.parse import parse, parse_mesh
-from shardc.passes.check import agrees, check
+from shardc.passes.check import check, disagreement
 from shardc.verify import verify
 
 # An MLP under FSDP over dp and TP over tp, forward and the gradient of one weight, every step explicit.
@@ -85,5 +85,5 @@ def mutated(text: str, change: Callable[[dict[str, fx.Node]], None], stage: str)
     gm = parse(text)
     change({info(node).name: node for node in gm.graph.nodes if node.op != "output"})
     with pytest.raises(VerifyError) as error:
-        verify(gm, parse_mesh(text), stage, agrees)
+        verify(gm, parse_mesh(text), stage, disagreement)
     return error.value.what

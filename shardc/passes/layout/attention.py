@@ -66,13 +66,13 @@ class Attention:
         names = NameScope.of(gm.graph)
         for node in [kernel for kernel in kernels if not _is_backward(kernel)]:
             module = ir.info(node).origin.module
-            entries = tuple({entry.axis: entry for entry in self.entries if entry.says(module)}.values())
+            entries = tuple({entry.axis: entry for entry in self.entries if entry.applies_to(module)}.values())
             backward = _backwards(node)
             if entries and all(map(_supported, [node, *backward])):
                 for entry in entries:
                     self._check(node, entry)
                 applied.update(entries)
-                around = any(self._around(node, entry) for entry in entries)
+                around = any(self._uses_ring(node, entry) for entry in entries)
                 for kernel in dict.fromkeys([*backward, node]):
                     if kernel.target in _FLEX:
                         _place(kernel, entries, around)
@@ -93,7 +93,7 @@ class Attention:
                 fix='write method="ring" or method="gather", which leave heads as they are',
             )
 
-    def _around(self, node: fx.Node, entry: Cp) -> bool:
+    def _uses_ring(self, node: fx.Node, entry: Cp) -> bool:
         """Decides how a rank gets the keys and values of the others: returns True if they pass round a ring of ranks,
         False if they are gathered. The method of ``entry`` decides or, if it is "auto", the predicted time.
         """
@@ -118,7 +118,7 @@ class Attention:
             if entry.method not in ("ring", "ulysses") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue
             written = [n for n in graph.nodes if n.target is torch.ops.aten.bmm.default or _is_kernel(n)]
-            first = next((n for n in written if entry.says(ir.info(n).origin.module)), None)
+            first = next((n for n in written if entry.applies_to(ir.info(n).origin.module)), None)
             fix = 'use scaled_dot_product_attention (attn_implementation="sdpa") without dropout'
             if first is None:
                 raise PlanError(f"no attention is computed in {entry.modules!r}", plan_entry=str(entry), fix=fix)

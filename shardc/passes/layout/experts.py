@@ -75,7 +75,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     build = _Builder(ir.value(x).shape[0], entered)
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
-    entry = next((e for e in reversed(entries) if e.says(module)), None)
+    entry = next((e for e in reversed(entries) if e.applies_to(module)), None)
     routing = ("auto", 0.0, 1, "") if entry is None else (entry.dispatch, entry.capacity, entry.chunks, entry.axis)
     how = (params, body.name, *routing)
     names = NameScope.of(end.graph)
@@ -165,11 +165,11 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
             continue
         if node.op != "call_function":
             continue
-        mine = [(at, where[x, 0]) for at, x in enumerate(operands_of(node)) if (x, 0) in where]
-        if not mine:
+        row_operands = [(at, where[x, 0]) for at, x in enumerate(operands_of(node)) if (x, 0) in where]
+        if not row_operands:
             continue
         spec = spec_of(call_of(node))
-        factors = set() if spec is None else {spec.operands[at][dim] for at, dim in mine}
+        factors = set() if spec is None else {spec.operands[at][dim] for at, dim in row_operands}
         if spec is not None and len(factors) == 1 and len(factor := next(iter(factors))) == 1:
             carried = False
             for number, dims in enumerate(spec.results):
@@ -220,16 +220,16 @@ class _Builder:
             where: the dim of the rows in each value.
         """
         keep = [node for node in self._saved_products(results, backward, set(forward)) if (node, 0) in where]
-        first = self._graph(forward, [], [out, *keep], where)
-        second = None
+        forward_graph = self._graph(forward, [], [out, *keep], where)
+        gradient_graph = None
         if tangent is not None:
             recomputed = set(_between(results, {*keep, *self.entered.values(), tangent}, tangent))
             nodes = [node for node in forward if node in recomputed and node not in keep] + backward
-            both = _rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
-            second = self._graph(nodes, [tangent, *keep], results, both)
+            dims_of_rows = _rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
+            gradient_graph = self._graph(nodes, [tangent, *keep], results, dims_of_rows)
         saved = tuple(_per_row(ir.value(node)) for node in keep)
         flops = (self._flops(forward), self._flops(backward))
-        return Body(first, second, _per_row(ir.value(out)), saved, flops)
+        return Body(forward_graph, gradient_graph, _per_row(ir.value(out)), saved, flops)
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
         """Returns the floating-point operations of ``nodes`` per row."""

@@ -16,6 +16,7 @@ from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES
 from shardc.ir.rewriter import GraphRewriter, erase_dead_code
 
 aten = torch.ops.aten
+# Gradients need the range of the second, other operands the precision of the first.
 _FINE, _WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 
 

@@ -63,12 +63,12 @@ class _Sweep:
         the layout in which it leaves the graph.
         """
         has_tangents = False
-        last: list[fx.Node] = []
+        grad_ops: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "output":
                 if not has_tangents:
                     self.wanted |= self._forward_outputs()
-                for leaf in last:
+                for leaf in grad_ops:
                     self._choose(leaf)
                 self.wanted |= self._grad_outputs()
             elif node.op == "placeholder":
@@ -80,7 +80,7 @@ class _Sweep:
                     has_tangents = True
                 # Ops that only lead to a parameter's gradient come last, when the gathers of all others are known.
                 if node in self.grad_target:
-                    last.append(node)
+                    grad_ops.append(node)
                 else:
                     self._choose(node)
         self._sweep_back()

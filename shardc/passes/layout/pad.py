@@ -351,8 +351,8 @@ class _Padder(PaddedValues):
             tuple(Layout.whole(self.mesh, [padded_size(runs) for runs in one]) for one in side)
             for side in (grown, results)
         ]
-        spell = Local.same if rule.opaque else rule.localize
-        result = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
+        localize = Local.same if rule.opaque else rule.localize
+        result = localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(result, fx.Node) and result.op == "call_function":
             ir.update(result, name=self.record.name, true_sizes=tuple(true_size(runs) for one in grown for runs in one))
         return result

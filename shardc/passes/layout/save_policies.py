@@ -57,11 +57,11 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
         origin = ir.info(node).origin
         for policy in about(origin.module):
             if policy.names(node.target):
-                origin = _under(policy, origin, ir.info(node).origin, region_of(origin.module), node in in_memory)
+                origin = _with_policy(policy, origin, ir.info(node).origin, region_of(origin.module), node in in_memory)
         ir.update(node, origin=replace(origin, region=ir.info(node).origin.region or origin.region))
 
 
-def _under(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:
+def _with_policy(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:
     """Return ``origin`` (of an op, with earlier policies applied) after ``policy`` is applied, too. If policies
     conflict, the later one holds.
 

@@ -365,6 +365,7 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
     for user in results[0]:
         at = rewriter.before(user, like=user)
         out, channels, taps = ir.value(weight).shape
+        # The input's gradient is a convolution with flipped taps, input and output channels exchanged.
         turned = at.call(aten.view.default, weight, [groups, out // groups, channels, taps])
         turned = at.call(aten.transpose.int, turned, 1, 2)
         turned = at.call(aten.reshape.default, turned, [groups * channels, out // groups, taps])

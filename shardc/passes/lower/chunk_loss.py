@@ -17,7 +17,7 @@ from shardc.ir.chunking import PRODUCTS, ChunkRewriter, ChunkSpec, Operands, ope
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.op_traits import CAST
-from shardc.passes.lower.microbatch import behind_tangent
+from shardc.passes.lower.microbatch import needs_tangent
 
 aten = torch.ops.aten
 _OUTPUT = "is an output"
@@ -161,7 +161,7 @@ class _Region:
             else:
                 self._follow(node)
         self._prune()
-        self._climb()
+        self._add_operands()
         self.cuts = {node: self.cuts[node] for node in graph.nodes if node in self.cuts}
 
     def obstacle(self) -> str | None:
@@ -228,7 +228,7 @@ class _Region:
                 useful.add(node)
         self.cuts = {node: cut for node, cut in self.cuts.items() if node in useful}
 
-    def _climb(self) -> None:
+    def _add_operands(self) -> None:
         """Adds operands of the region's nodes to it, such as masks and one-hot targets, if they are as large as logits
         or computed from values as large.
         """
@@ -266,7 +266,7 @@ class _Loops(ChunkRewriter):
         self.sums: dict[fx.Node, fx.Node] = {}  # total, or its cast -> the sum so far
         self.recomputed: dict[fx.Node, fx.Node] = {}  # node of forward -> its piece of this chunk, computed by backward
         self.done: list[fx.Node] = []  # results of the chunk before
-        self.tangents = behind_tangent(graph)
+        self.tangents = needs_tangent(graph)
 
     def run(self) -> None:
         """Replaces the region's nodes by loops over chunks: in forward and in backward, one loop stands where the last
@@ -282,9 +282,9 @@ class _Loops(ChunkRewriter):
                 if node in last.values():
                     end = node.next
                     self._write(list(loop), end)
-                    for behind in late:
-                        self._take_joined(behind, end)
-                        end.prepend(behind)
+                    for reader in late:
+                        self._take_joined(reader, end)
+                        end.prepend(reader)
                     loop, late = {}, {}
             elif any((x in loop and x not in self.region.copied) or x in late for x in node.all_input_nodes):
                 late[node] = None

@@ -77,7 +77,9 @@ class Decompose:
         if self.pieces == 1 or (self.cost is None and self.pieces == "auto"):
             return gm
         starts = [node for node in gm.graph.nodes if _is_of_activations(node)]
-        tried = [self._tried(gm.graph, starts, n) for n in (PIECES if self.pieces == "auto" else (int(self.pieces),))]
+        tried = [
+            self._try_chunks(gm.graph, starts, n) for n in (PIECES if self.pieces == "auto" else (int(self.pieces),))
+        ]
         _, chosen, reasons = max(tried, key=lambda option: option[0]) if tried else (0.0, None, {})
         for node in starts if self.report is not None else ():
             assert self.report is not None
@@ -90,7 +92,9 @@ class Decompose:
             gm.recompile()
         return gm
 
-    def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
+    def _try_chunks(
+        self, graph: fx.Graph, starts: list[fx.Node], count: int
+    ) -> tuple[float, _Cuts, dict[fx.Node, str]]:
         """Tries ``count`` chunks for the collectives ``starts``. Returns (seconds saved, the nodes to compute in
         chunks, collective -> reason for its decision).
         """
@@ -126,12 +130,12 @@ class Decompose:
         for n in (1, cuts.count):
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
             before_seconds, behind_seconds = (
-                sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind)
+                sum(self._product(x, n) / cuts.sharers[x] for x in each) for each in (before, behind)
             )
             times.append(self._run(before_seconds, beside, behind_seconds, sent, ranks, n))
         for x in before | behind:  # chunks that are concatenated
             if any(user not in cuts.cuts for user in x.users):
-                times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.near[x]
+                times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.sharers[x]
         return times[0], times[1]
 
     def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
@@ -197,7 +201,7 @@ class _Cuts:
     Attributes:
         count: number of chunks of each node.
         cuts: node -> the dim and size of its chunks.
-        near: node -> number of chunked collectives at the ends of its stretch, which share its time.
+        sharers: node -> number of chunked collectives at the ends of its stretch, which share its time.
         stretch: node -> position of the last collective before it, which identifies its stretch.
         stopped: collective -> the reason for which it is not chunked.
     """
@@ -213,7 +217,7 @@ class _Cuts:
             self._prune()
             self.stretch = self._stretches()
             near = {node: self.beside(node) for node in collectives if node in self.cuts}
-            self.near = Counter(x for both in near.values() for x in both[0] | both[1])
+            self.sharers = Counter(x for both in near.values() for x in both[0] | both[1])
             alone = [
                 node
                 for node, (before, behind) in near.items()

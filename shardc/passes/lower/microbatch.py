@@ -140,7 +140,7 @@ class Microbatch:
         grads: list[tuple[Role, Argument]] = []
         rest: list[tuple[Role, Argument]] = []
         for wait in cut.closing:
-            back = cut.behind_tangent[wait]
+            back = cut.needs_tangent[wait]
             role = Role("grad" if back else TERM, cut.name(wait), len(grads if back else first))
             (grads if back else first).append((role, cut.term(wait)))
         for role, x in ir.outputs(graph):
@@ -208,7 +208,7 @@ class Microbatch:
         """
         count, rewriter = self.mesh.microbatches, GraphRewriter(graph)
         varies: dict[fx.Node, bool] = {}
-        behind = behind_tangent(graph)
+        after_tangent = needs_tangent(graph)
         erased: set[fx.Node] = set()
         for node in list(graph.nodes):
             if node in erased:
@@ -224,7 +224,7 @@ class Microbatch:
                 mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
                 for user in users:
                     user.replace_input_with(wait, mean)
-            if op in ("sum", "avg") and varies[source] and not behind[node]:
+            if op in ("sum", "avg") and varies[source] and not after_tangent[node]:
                 self._widen(node, wait, rewriter)
             elif not varies[source] and op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
@@ -301,16 +301,16 @@ class _Cut:
         opening, closing: those of ``waits`` that a node which varies over microbatches needs, and the others.
         reads_gradients: whether a loop before the body reads gradients of outputs.
         level: node -> number of loops before the body that must have run before it is known.
-        behind_tangent: node -> whether it depends on the gradient of an output.
+        needs_tangent: node -> whether it depends on the gradient of an output.
     """
 
-    def __init__(self, graph: fx.Graph, of: Microbatch) -> None:
+    def __init__(self, graph: fx.Graph, options: Microbatch) -> None:
         self.graph = graph
         self.varies: dict[fx.Node, bool] = {}
-        self.behind_tangent = behind_tangent(graph)
+        self.needs_tangent = needs_tangent(graph)
         for node in graph.nodes:
-            self.varies[node] = of._varies(node, self.varies)
-        self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], of.mesh)]
+            self.varies[node] = options._varies(node, self.varies)
+        self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], options.mesh)]
         read: dict[fx.Node, bool] = {}  # whether something that varies reads it
         for node in reversed(graph.nodes):
             read[node] = any(user.op != "output" and (self.varies[user] or read[user]) for user in node.users)
@@ -325,7 +325,7 @@ class _Cut:
         for node in self.graph.nodes:
             below = max((self.level[x] for x in node.all_input_nodes), default=0)
             self.level[node] = below + (node in opening)
-        self.reads_gradients = any(self.behind_tangent[wait] for wait in self.opening)
+        self.reads_gradients = any(self.needs_tangent[wait] for wait in self.opening)
 
     @cached_property
     def levels(self) -> int:
@@ -363,7 +363,7 @@ class _Cut:
         is_shared = {
             node: 0 < self.level[node] <= level
             and not (self.varies[node] or self._later[node])
-            and (self.reads_gradients or not self.behind_tangent[node])
+            and (self.reads_gradients or not self.needs_tangent[node])
             for node in self.graph.nodes
         }
         return [
@@ -385,16 +385,16 @@ class _Cut:
     @cached_property
     def _layers(self) -> frozenset[str]:
         """Returns the names of the layers: matrix products of a parameter, gathered or not, and another value."""
-        alone: dict[fx.Node, bool] = {}
+        from_params: dict[fx.Node, bool] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                alone[node] = ir.role(node).kind in ("param", "coordinate")
+                from_params[node] = ir.role(node).kind in ("param", "coordinate")
             else:
-                alone[node] = bool(node.all_input_nodes) and all(alone[x] for x in node.all_input_nodes)
+                from_params[node] = bool(node.all_input_nodes) and all(from_params[x] for x in node.all_input_nodes)
         return frozenset(
             ir.info(node).name
             for node in self.graph.nodes
-            if node.op == "call_function" and any(alone[x] for x in node.all_input_nodes) and flops_of(node)
+            if node.op == "call_function" and any(from_params[x] for x in node.all_input_nodes) and flops_of(node)
         )
 
     def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
@@ -403,7 +403,7 @@ class _Cut:
         """
         calls = (node for node in graph.nodes if node.op == "call_function")
         layers = (node for node in calls if ir.info(node).name in self._layers)
-        return sum(flops_of(node) for node in layers if not (forward and self.behind_tangent[node]))
+        return sum(flops_of(node) for node in layers if not (forward and self.needs_tangent[node]))
 
     def name(self, wait: fx.Node) -> str:
         """Returns the name of the sum that ``wait`` waits for."""
@@ -533,13 +533,13 @@ def mark_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM)
     return backward
 
 
-def behind_tangent(graph: fx.Graph) -> dict[fx.Node, bool]:
+def needs_tangent(graph: fx.Graph) -> dict[fx.Node, bool]:
     """Returns node -> whether it depends on the gradient of an output."""
-    behind: dict[fx.Node, bool] = {}
+    needs: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and ir.role(node).kind == "tangent"
-        behind[node] = is_tangent or any(behind[x] for x in node.all_input_nodes)
-    return behind
+        needs[node] = is_tangent or any(needs[x] for x in node.all_input_nodes)
+    return needs
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:
@@ -571,11 +571,11 @@ def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: 
             needed.add(node)
             work.extend(() if node in cuts else node.all_input_nodes)
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    behind = {node: is_behind or node in late for node, is_behind in behind_tangent(graph).items()}
+    in_backward = {node: needs or node in late for node, needs in needs_tangent(graph).items()}
     inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]
-    for node in sorted(inputs, key=lambda node: (behind[node], node in cuts)):
+    for node in sorted(inputs, key=lambda node: (in_backward[node], node in cuts)):
         if node in cuts:
-            prefix = "tangents" if behind[node] else "primals"  # the partitioner goes by names
+            prefix = "tangents" if in_backward[node] else "primals"  # the partitioner goes by names
             env[node] = part.placeholder(node.name if node.op == "placeholder" else f"{prefix}_{node.name}")
             env[node].meta["val"] = node.meta["val"]
             ir.set_info(env[node], _as_argument(ir.info(node), cuts[node]))

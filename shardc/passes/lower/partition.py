@@ -93,11 +93,12 @@ class Partition:
         if not any(communicates(node.target) for node in chain):
             return
         parts = {node for node in chain if ir.info(node).is_kept_part}
-        made_of = set(parts)
+        from_parts = set(parts)
         for node in chain:  # in order
-            if made_of.intersection(node.all_input_nodes):
-                made_of.add(node)
-        for node in made_of or chain:
+            if from_parts.intersection(node.all_input_nodes):
+                from_parts.add(node)
+        # Backward gathers from the kept part: only that, and what follows from it, is marked.
+        for node in from_parts or chain:
             (self.recompute if level == 3 and node not in parts else self.save)(node, _GATHERS)
 
 

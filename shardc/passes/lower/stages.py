@@ -22,7 +22,7 @@ from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, is_view, moves_data
 from shardc.ir.phases import Phases, Staged, StagedLoop
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.passes.lower.microbatch import Outputs, behind_tangent, part
+from shardc.passes.lower.microbatch import Outputs, needs_tangent, part
 from shardc.passes.lower.partition import moved_alone
 from shardc.plan.pipeline_stages import PipelineStages
 
@@ -194,7 +194,7 @@ class _Assignment:
     stage: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.behind = behind_tangent(self.graph)
+        self.needs_tangent = needs_tangent(self.graph)
         self._params: dict[fx.Node, frozenset[str]] = {}  # of what only moves parameters
         for node in ir.placeholders(self.graph):
             role = ir.role(node)
@@ -205,15 +205,15 @@ class _Assignment:
                 self.stage[node] = self.places[role.name]
         inputs = [x for x in ir.placeholders(self.graph) if ir.role(x).kind in ("input", "buffer", "key", "tangent")]
         self._of_inputs = set(inputs)
-        late: list[fx.Node] = []
+        undecided: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and not self._is_free(node):
-                stage = self._backward(node) if self.behind[node] else self._forward(node)
+                stage = self._backward(node) if self.needs_tangent[node] else self._forward(node)
                 if stage is None:
-                    late.append(node)
+                    undecided.append(node)
                 self.stage[node] = 0 if stage is None else stage
-        for node in reversed(late):  # at its earliest use
-            if not self.behind[node] and (readers := self.readers(node)):
+        for node in reversed(undecided):  # at its earliest use
+            if not self.needs_tangent[node] and (readers := self.readers(node)):
                 self.stage[node] = min(readers)
 
     def readers(self, node: fx.Node) -> list[int]:
@@ -304,8 +304,8 @@ class _Assignment:
 
     def _backward(self, node: fx.Node) -> int:
         """Returns the stage of an op of the backward."""
-        operands = [self.stage[x] for x in node.all_input_nodes if x in self.stage and self.behind[x]]
-        forward = [self.stage[x] for x in node.all_input_nodes if x in self.stage and not self.behind[x]]
+        operands = [self.stage[x] for x in node.all_input_nodes if x in self.stage and self.needs_tangent[x]]
+        forward = [self.stage[x] for x in node.all_input_nodes if x in self.stage and not self.needs_tangent[x]]
         module = self.stages.of_module(ir.info(node).origin.module)
         if not operands:
             params = frozenset[str]().union(*(self._params.get(x, frozenset()) for x in node.all_input_nodes))

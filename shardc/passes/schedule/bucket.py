@@ -60,9 +60,12 @@ class ByLink:
         for node in collectives:
             if block := _block(params.get(node, "")):
                 blocks.setdefault(_kind(node), Counter())[block] += _wire_size(node)
-        link = {_kind(node): self._by_latency(node) for node in collectives}
+        by_latency = {_kind(node): self._by_latency(node) for node in collectives}
         largest = {kind: max(sizes.values()) for kind, sizes in blocks.items()}
-        return {node: min(link[_kind(node)], largest.get(_kind(node), link[_kind(node)])) for node in collectives}
+        return {
+            node: min(by_latency[_kind(node)], largest.get(_kind(node), by_latency[_kind(node)]))
+            for node in collectives
+        }
 
     def _by_latency(self, node: fx.Node) -> int:
         """Returns the size in bytes of a bucket of collectives like ``node`` at which latency is a twentieth of the
@@ -148,8 +151,8 @@ class Bucket:
             free: ops that can move to an earlier position, as from `prefetchable`.
         """
         every: list[_Open] = []
-        last: dict[tuple[object, ...], _Open] = {}
-        made_by: dict[fx.Node, _Open] = {}
+        newest: dict[tuple[object, ...], _Open] = {}
+        bucket_of: dict[fx.Node, _Open] = {}
         level = leaving(graph)
         # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
@@ -162,23 +165,23 @@ class Bucket:
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
             for x in node.all_input_nodes:
-                if x in made_by:
+                if x in bucket_of:
                     # An input from another bucket is ready when that one is, so its place is fixed from here on.
-                    made_by[x].closed = True
-                    ready = max(ready, made_by[x].at)
+                    bucket_of[x].closed = True
+                    ready = max(ready, bucket_of[x].at)
                 elif x.op != "placeholder" and x not in free:
                     ready = max(ready, order[x])
             used = [order[user] for wait in node.users if wait not in level for user in wait.users]
             use = min(used, default=float(len(order)))
             bucket = _Open([node], order[node], ready, use, _wire_size(node))
-            if key in last and last[key].takes(bucket, limits[node]):
-                last[key].add(bucket)
+            if key in newest and newest[key].takes(bucket, limits[node]):
+                newest[key].add(bucket)
             else:
-                last[key] = bucket
+                newest[key] = bucket
                 every.append(bucket)
             work = list(node.users)
-            while work:
-                made_by[x := work.pop()] = last[key]
+            while work:  # what only moves or casts its results is ready when this bucket is
+                bucket_of[x := work.pop()] = newest[key]
                 work += [user for user in x.users if (user in level or user in free) and not is_start(user)]
         return every
 

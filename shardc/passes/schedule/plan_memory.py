@@ -15,7 +15,7 @@ from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Packing, Sl
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, is_ring, waits_of
 from shardc.ir.comm_volume import group_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import lends
+from shardc.ir.op_traits import may_share_memory
 from shardc.passes.op_calls import is_start
 
 
@@ -83,32 +83,33 @@ class PlanMemory:
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
     """Returns the memory plan of a half: ``slots`` with their lifetimes and their places in the arena."""
     place_of = {node: at for at, node in enumerate(graph.nodes)}
-    behind: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that hold its memory
+    slots_of: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that hold its memory
     ends: dict[int, int] = {}
     for at, node in enumerate(graph.nodes):
         if node.op == "output":
             continue
-        reads = frozenset().union(*(behind.get(read, frozenset()) for read in node.all_input_nodes))
+        reads = frozenset().union(*(slots_of.get(read, frozenset()) for read in node.all_input_nodes))
         # A collective's input must not be overwritten until the collective is done.
         until = max([at, *(place_of[wait] for wait in waits_of(node))]) if is_start(node) else at
         for slot in reads:
             ends[slot] = max(ends.get(slot, 0), until)
-        behind[node] = reads if aliased(node) is not None or lends(node.target) else frozenset()
+        slots_of[node] = reads if aliased(node) is not None or may_share_memory(node.target) else frozenset()
         if node.target in IN_MESSAGES:
             numbers: Any = node.args[-1]
+            # The slots of its results come first, then those of received messages, which end with the first wait.
             count = len(node.meta["val"])
-            behind[node] = frozenset(numbers[:count])
+            slots_of[node] = frozenset(numbers[:count])
             first_wait = min((place_of[wait] for wait in waits_of(node)), default=at)
             ends.update({slot: max(at, first_wait) for slot in numbers[count:]})
             ends.update({slot: at for slot in numbers[:count]})
         elif node.target is getitem and node.args[0].target in IN_MESSAGES:
             numbers = node.args[0].args[-1]
-            behind[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
+            slots_of[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
     last = len(place_of) - 1
     regions: dict[int, str] = {}
     saved: dict[int, tuple[str, ...]] = {}
     for role, x in ir.outputs(graph):
-        for slot in behind.get(x, frozenset()) if isinstance(x, fx.Node) else ():
+        for slot in slots_of.get(x, frozenset()) if isinstance(x, fx.Node) else ():
             is_saved = role.kind == "saved" and regions.get(slot) != OUTSIDE
             regions[slot], ends[slot] = KEPT if is_saved else OUTSIDE, last
             if role.kind == "saved":

@@ -118,24 +118,24 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
         PlanError: an entry needs more bytes in flight than ``limit``.
     """
     wanted: Wanted = []
-    made_of = parameters(graph) if entries else {}
+    params_of = parameters(graph) if entries else {}
     for entry in entries:
-        first = next((n for n in graph.nodes if n not in made_of and is_in(ir.info(n).origin.module, entry.module)
+        first = next((n for n in graph.nodes if n not in params_of and is_in(ir.info(n).origin.module, entry.module)
                       and n.op == "call_function" and not is_start(n) and not _waits(n)), None)  # fmt: skip
         if first is None:
             continue
-        flying = 0
-        for gather in (n for n in made_of if collective_kind(n) == "all_gather"):
-            theirs = any(is_in(name, module) for name in made_of[gather] for module in entry.modules)
-            if theirs and min(priority[u] for w in waits_of(gather) for u in w.users) > priority[first]:
-                flying += result_bytes(gather)
+        in_flight = 0
+        for gather in (n for n in params_of if collective_kind(n) == "all_gather"):
+            is_listed = any(is_in(name, module) for name in params_of[gather] for module in entry.modules)
+            if is_listed and min(priority[u] for w in waits_of(gather) for u in w.users) > priority[first]:
+                in_flight += result_bytes(gather)
                 wanted.append((entry, gather, first))
                 priority[gather] = min(priority[gather], priority[first] - 0.5)
-        if 0 <= limit < flying:
+        if 0 <= limit < in_flight:
             raise PlanError(
-                f"{flying} B of gathers would be in flight when {entry.module!r} computes; max_in_flight is {limit}",
+                f"{in_flight} B of gathers would be in flight when {entry.module!r} computes; max_in_flight is {limit}",
                 plan_entry=str(entry),
-                fix=f"write Options(max_in_flight={flying}), or list fewer modules",
+                fix=f"write Options(max_in_flight={in_flight}), or list fewer modules",
             )
     return wanted
 

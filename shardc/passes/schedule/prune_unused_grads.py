@@ -47,10 +47,10 @@ class PruneUnusedGrads:
             if ir.role(node).index not in self.used:
                 absent.add(node)
         for node in list(graph.nodes):
-            if _of_several(node):
+            if _is_coalesced(node):
                 for item in node.users:
-                    gradients.update([item] if _sent(item) in gradients else [])
-                    absent.update([item] if _sent(item) in absent else [])
+                    gradients.update([item] if _input_of(item) in gradients else [])
+                    absent.update([item] if _input_of(item) in absent else [])
                 numbers = [at for at, x in enumerate(node.args[0]) if x not in absent]
                 if numbers:
                     _keep_positions(numbers, node)
@@ -74,18 +74,18 @@ class PruneUnusedGrads:
         for node in reversed(list(graph.nodes)):
             if node is not output and not node.users:
                 graph.erase_node(node)
-            elif _of_several(node):
+            elif _is_coalesced(node):
                 _keep_positions(sorted({item.args[1] for item in node.users}), node)
         gm.recompile()
         return gm
 
 
-def _of_several(node: fx.Node) -> bool:
+def _is_coalesced(node: fx.Node) -> bool:
     """Returns whether ``node`` is a coalesced collective, which takes a list of tensors and has a result for each."""
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
-def _sent(item: fx.Node) -> object:
+def _input_of(item: fx.Node) -> object:
     """Returns the input of a coalesced collective from which its result ``item``, a getitem, is computed."""
     bucket: Any = item.args[0]
     return bucket.args[0][item.args[1]]

@@ -113,10 +113,10 @@ class Schedule:
         """
         gathers.sort(key=lambda node: (uses[node], priority[node]))
         for at, node in enumerate(gathers):
-            ahead, flying = at, result_bytes(node)
-            while ahead > 0:
-                flying += result_bytes(gathers[ahead - 1])
-                if 0 <= self.max_in_flight < flying:
+            ahead, in_flight = at, result_bytes(node)
+            while ahead > 0:  # as far ahead as the limit of bytes allows
+                in_flight += result_bytes(gathers[ahead - 1])
+                if 0 <= self.max_in_flight < in_flight:
                     break
                 ahead -= 1
             place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else first
@@ -136,33 +136,35 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
     dense = [priority[node] for node in graph.nodes if is_dense(node)]
     starts = [node for node in graph.nodes if collective_kind(node) == "all_to_all"]
     light = [n for n in graph.nodes if n.op == "call_function" and not (is_start(n) or is_dense(n) or n.target is WAIT)]
-    arrived = {wait for node in starts for wait in waits_of(node)}
+    after_all_to_all = {wait for node in starts for wait in waits_of(node)}
     for node in light:
-        if not arrived.isdisjoint(node.all_input_nodes):
-            arrived.add(node)
+        if not after_all_to_all.isdisjoint(node.all_input_nodes):
+            after_all_to_all.add(node)
     for node in reversed(light):
         users = [user for user in node.users if user is not end]
-        if node in arrived and users and not any(map(is_start, users)):
-            first = min(priority[user] for user in users)
-            if bisect_right(dense, priority[node]) < bisect_left(dense, first):
-                priority[node] = first - 1e-3
-    departing = set(starts)
+        if node in after_all_to_all and users and not any(map(is_start, users)):
+            first_use = min(priority[user] for user in users)
+            # Late only if a dense op lies in between, which the all-to-all can then overlap.
+            if bisect_right(dense, priority[node]) < bisect_left(dense, first_use):
+                priority[node] = first_use - 1e-3
+    before_all_to_all = set(starts)
     for node in reversed(light):
-        if not departing.isdisjoint(node.users):
-            departing.add(node)
-    together: dict[int, list[tuple[float, float, fx.Node]]] = {}
-    for node in filter(departing.__contains__, graph.nodes):
+        if not before_all_to_all.isdisjoint(node.users):
+            before_all_to_all.add(node)
+    # Number of dense ops before an all-to-all -> (position of its first use, of its last input, the all-to-all).
+    by_product: dict[int, list[tuple[float, float, fx.Node]]] = {}
+    for node in filter(before_all_to_all.__contains__, graph.nodes):
         ready = max((priority[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)
         if node in starts:
             need = _first_use(node, priority)
-            together.setdefault(bisect_right(dense, ready or 0.0), []).append((need, ready or 0.0, node))
+            by_product.setdefault(bisect_right(dense, ready or 0.0), []).append((need, ready or 0.0, node))
         elif ready is not None and bisect_right(dense, ready) < bisect_left(dense, priority[node]):
             priority[node] = ready + 1e-3
-    for group in together.values():
+    for group in by_product.values():
         ready = max(at for _, at, _ in group)
         for number, (_, _, node) in enumerate(sorted(group, key=lambda entry: entry[:2])):
             for x in node.all_input_nodes if len(group) > 1 else ():
-                if x in departing and x.op == "call_function":
+                if x in before_all_to_all and x.op == "call_function":
                     priority[x] = ready + 1e-3 * (number + 1)
     reorder(graph, priority)
 
@@ -182,30 +184,31 @@ def _drain(
         priority: position of each node in the new order, changed in place.
         limit: bytes; -1 for no limit.
     """
-    level = leaving(graph)
-    going_on: set[fx.Node] = set()  # nodes that lead to another start
+    reductions_before = leaving(graph)
+    lead_on: set[fx.Node] = set()  # nodes that lead to another start
     for node in reversed(graph.nodes):
-        if node in level and (is_start(node) or any(user in going_on for user in node.users)):
-            going_on.add(node)
-    tails = {node: [wait for wait in waits_of(node) if wait in level] for node in starts}  # others of a bucket are used
-    every = [node for node in starts if tails[node]]
+        if node in reductions_before and (is_start(node) or any(user in lead_on for user in node.users)):
+            lead_on.add(node)
+    # Waits whose results only leave the graph; other results of the same bucket may be used.
+    tails = {node: [wait for wait in waits_of(node) if wait in reductions_before] for node in starts}
+    awaited = [node for node in starts if tails[node]]
     # Gathers of inputs are prefetched already.
-    every = [node for node in every if going_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
-    for turn in sorted({level.get(node, 0) for node in every}):
-        drained = sorted((node for node in every if level.get(node, 0) == turn), key=priority.__getitem__)
-        behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first n, by n
+    awaited = [node for node in awaited if lead_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
+    for turn in sorted({reductions_before.get(node, 0) for node in awaited}):
+        drained = sorted((node for node in awaited if reductions_before.get(node, 0) == turn), key=priority.__getitem__)
+        bytes_before = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first n, by n
         for at, node in enumerate(drained):
             later, end = len(drained), float(len(graph.nodes) + turn)
-            if going_on.issuperset(tails[node]):
+            if lead_on.issuperset(tails[node]):
                 later, end = at + 1, end - 0.5
             elif limit >= 0:  # the first that exceeds the limit
-                later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
+                later = max(at + 1, bisect_right(bytes_before, bytes_before[at] + limit) - 1)
             place = priority[drained[later]] + 0.1 if later < len(drained) else end
             work = list(tails[node])
             while work:
                 tail = work.pop()
                 priority[tail] = place
-                work += [user for user in tail.users if user in level]
+                work += [user for user in tail.users if user in reductions_before]
     for node in graph.nodes:
         if move_kind(node) == "to_host" and not is_stored(node):
             priority |= dict.fromkeys(waits_of(node), float("inf"))

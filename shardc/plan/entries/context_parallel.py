@@ -43,7 +43,7 @@ class Cp(BatchEntry):
         striped = self.order == "striped" or self.order == "auto" and self.method != "ulysses"
         return self.dim, self.axis, striped
 
-    def says(self, module: str) -> bool:
+    def applies_to(self, module: str) -> bool:
         """Return whether the entry applies to the attention that ``module`` computes."""
         return self.modules == "*" or bool(matching(self.modules, (module,)))
 

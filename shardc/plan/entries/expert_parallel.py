@@ -56,7 +56,7 @@ class Ep(BatchEntry):
     def key(self) -> tuple[object, ...]:
         return ("ep", self.axis, self.glob)
 
-    def says(self, module: str) -> bool:
+    def applies_to(self, module: str) -> bool:
         """Return whether the entry applies to the experts of module ``module``."""
         return bool(matching(self.glob, (module,)))
 

@@ -64,8 +64,8 @@ class Arena:
             self._memory, self.size = mmap.mmap(-1, size, flags=_FLAGS), size
             self._used = []
 
-    def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
-        """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small. ``left`` is
+    def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], on_free: Callable[[], None]) -> Tensor | None:
+        """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small. ``on_free`` is
         called when the tensor's storage is freed.
         """
         first, last = span = slot.offset, slot.offset + slot.size
@@ -77,7 +77,7 @@ class Arena:
 
         def gone(_: object) -> None:
             used.remove(span)
-            left()
+            on_free()
 
         assert self._memory is not None
         tensor = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=first).view(list(shape))
@@ -176,16 +176,16 @@ class Buffers:
         self.in_use += size
         self.peak = max(self.peak, self.in_use)
 
-        def left() -> None:
+        def on_free() -> None:
             self.in_use -= counted.pop(turn, 0)
 
         if slot.region != OUTSIDE and slot.size:
-            tensor = self.arenas[slot.region].take(slot, like.dtype, shape, left)
+            tensor = self.arenas[slot.region].take(slot, like.dtype, shape, on_free)
             if tensor is not None:
                 return tensor
             self.strays += 1
         tensor = like.new_empty(shape)
-        _watch(tensor, lambda _: left())
+        _watch(tensor, lambda _: on_free())
         return tensor
 
 

@@ -92,15 +92,16 @@ def exchange(
     packs: tuple[Tensor, ...] = ()
     if packing.offsets and peers:
         parts = {peer: [_bytes(rows[at][peer]) for at in packing.offsets] for peer in peers}
-        kinds = 1 if all(row.stride(0) == 0 for row in rows) else len(peers)
+        # Distinct messages to send: one for all peers, if all get the same.
+        distinct = 1 if all(row.stride(0) == 0 for row in rows) else len(peers)
         packs = tuple(
             empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.room))
-            for at, count in enumerate((len(peers), kinds))
+            for at, count in enumerate((len(peers), distinct))
         )
         comes, go = (pack[:, : packing.size] for pack in packs)
         came = dict(zip(peers, comes, strict=True))
         goes = dict(zip(peers, go.expand(len(peers), -1), strict=True))
-        for peer in peers[:kinds]:
+        for peer in peers[:distinct]:
             torch.cat(parts[peer], out=goes[peer])
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
     # Receives first: the notice of a receive would otherwise queue behind the data to that peer, and a link would
@@ -327,7 +328,7 @@ def _send_by_messages(
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
     goes, comes = _parts(inputs, sends.tolist()), _parts(received, receives.tolist())
     messages: list[dist.Work] = []
-    keep = list(inputs)
+    alive = list(inputs)  # memory that messages read until they are done
     unpack: list[tuple[Tensor, list[Tensor]]] = []
     for peer in peers:
         if not comes[peer][0].numel():
@@ -343,8 +344,8 @@ def _send_by_messages(
         if not goes[peer][0].numel():
             continue
         if _share_message(goes[peer]):
-            keep.append(torch.cat([_bytes(x) for x in goes[peer]]))
-            messages.append(group.send([keep[-1]], peer, _TAG))
+            alive.append(torch.cat([_bytes(x) for x in goes[peer]]))
+            messages.append(group.send([alive[-1]], peer, _TAG))
         else:
             messages += [group.send([x], peer, _TAG) for x in goes[peer]]
     for to, of in zip(comes[rank], goes[rank], strict=True):
@@ -356,7 +357,7 @@ def _send_by_messages(
             for place, part in zip(places, parts, strict=True):
                 _bytes_into(place, part)
 
-    return _attach_work(received, _MessageWork(messages, keep, finish, timeout_of(group)))
+    return _attach_work(received, _MessageWork(messages, alive, finish, timeout_of(group)))
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:

@@ -113,7 +113,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         """
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
-    def whole(call: Call, xs: list[torch.Tensor]) -> None:
+    def run_and_wait(call: Call, xs: list[torch.Tensor]) -> None:
         """Runs a collective, ``call(xs)``, and waits for all its results."""
         for result in call(xs):
             c10d.wait_tensor(result)
@@ -122,13 +122,15 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
 
     def fastest(call: Call, kind: str, elements: int, count: int = 1) -> float:
-        return _fastest(partial(whole, call, operands(kind, elements, count)), runs, group, times)
+        return _fastest(partial(run_and_wait, call, operands(kind, elements, count)), runs, group, times)
 
     # The same bytes in one message and in many.
     single = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
     many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
     message = max(many - single, 0.0) / ((_MANY - 1) * (ranks - 1))
-    host_seconds = mean(lambda call, kind: _host_seconds(partial(whole, call, operands(kind, _SMALL)), runs, group))
+    host_seconds = mean(
+        lambda call, kind: _host_seconds(partial(run_and_wait, call, operands(kind, _SMALL)), runs, group)
+    )
     call_seconds = max(host_seconds - message * (ranks - 1), 0.0)
     latency = max(
         mean(lambda call, kind: _after_compute(call, operands(kind, _SMALL), runs, group)) - host_seconds, 0.0
@@ -139,8 +141,8 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     large = mean(lambda call, kind: fastest(call, kind, _LARGE))
     wire = sum(big - small for small, big in sizes.values()) / len(calls)
     per_byte = max(large - middle, 1e-9) / wire
-    share = mean(lambda call, kind: _share(call, operands(kind, _LARGE), runs, times, group))
-    return Sent(latency, call_seconds, message, 1 / per_byte, share)
+    slowdown = mean(lambda call, kind: _slowdown(call, operands(kind, _LARGE), runs, times, group))
+    return Sent(latency, call_seconds, message, 1 / per_byte, slowdown)
 
 
 def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
@@ -168,7 +170,7 @@ def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.Pr
     return max(seconds[True] - seconds[False], 0.0)
 
 
-def _share(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
+def _slowdown(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
     """Returns the fraction of the time of a collective, ``call(xs)``, by which it delays compute that runs at the same
     time.
     """

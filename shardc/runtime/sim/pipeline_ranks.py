@@ -57,7 +57,7 @@ class PipelineRanks:
     def __post_init__(self) -> None:
         self.wires = Wires()
         self.ranks = [self.loops(rank=rank, link=self.wires) for rank in range(self.program.stage_ranks)]
-        self.over = self.ranks[0].over
+        self.map_ranks = self.ranks[0].map_ranks
 
     def train(self, tangents: Mapping[int, Any]) -> Results:
         """Runs forward and backward of each microbatch; ``tangents``: gradients of outputs by index."""
@@ -68,6 +68,7 @@ class PipelineRanks:
         return self._step(False, {})
 
     def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        """Runs all ranks in turns, each until it waits for a message. Returns the results of the whole step."""
         results = [Results() for _ in self.ranks]
         running = {rank: loops.steps(training, tangents, results[rank]) for rank, loops in enumerate(self.ranks)}
         while running:

@@ -194,13 +194,13 @@ class Simulation:
             stored = self.params if role.kind == "param" else buffers
             return PerRank([key for _ in ranks] if role.kind == "key" else stored[role.name])
 
-        def over(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
+        def map_ranks(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
             return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
 
         def loops(program: Executable) -> Step:
             if program.stage_ranks:
-                return PipelineRanks(program, partial(StageLoops, program, self._run, argument, inputs, over))
-            return Loops(program, self._run, argument, inputs, over)
+                return PipelineRanks(program, partial(StageLoops, program, self._run, argument, inputs, map_ranks))
+            return Loops(program, self._run, argument, inputs, map_ranks)
 
         return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
 

@@ -97,25 +97,27 @@ class Closure:
 
     def run(self) -> dict[fx.Node, list[AxisStrategy]]:
         """Propagates layouts until no op gets a new strategy; returns op -> its strategies."""
-        self._touching: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
+        self._ops_at: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
         self._queue: deque[tuple[Slot, Layout]] = deque()
         size = self.mesh.size(self.axis)
         specs = [(node, spec) for node in self.graph.nodes if (spec := spec_at(node)) is not None]
         for node, spec in specs:
             self.ways[node] = {WHOLE: None}
             for at, operand in enumerate(operands_of(node)):
-                self._touching.setdefault(slot_of(operand), []).append((node, spec, at, False))
+                self._ops_at.setdefault(slot_of(operand), []).append((node, spec, at, False))
             for at, index in enumerate(_result_indices(node)):
-                self._touching.setdefault((node, index), []).append((node, spec, at, True))
+                self._ops_at.setdefault((node, index), []).append((node, spec, at, True))
         for node, spec in specs if size > 1 else ():
-            for factor in _first(spec):
+            for factor in _initial_factors(spec):
                 length = spec.size(factor)
                 if spec.splittable(factor) and length and length % size == 0:
-                    self._learn(node, spec, AxisStrategy(((factor, self._major(length, size)),)))
+                    self._add_strategy(node, spec, AxisStrategy(((factor, self._major(length, size)),)))
             if (routed := spec.routed) is not None and size > 1:
                 pair = [(factor, spec.size(factor)) for factor in (routed.rows, routed.owners)]
                 if all(length % size == 0 for _, length in pair):
-                    self._learn(node, spec, AxisStrategy(tuple(sorted((f, self._major(n, size)) for f, n in pair))))
+                    self._add_strategy(
+                        node, spec, AxisStrategy(tuple(sorted((f, self._major(n, size)) for f, n in pair)))
+                    )
         for node in ir.placeholders(self.graph) if size > 1 else ():
             for dim, length in enumerate(ir.value(node).shape if ir.is_tensor(node) else ()):
                 if length and length % size == 0:
@@ -124,11 +126,11 @@ class Closure:
                     self._add((node, 0), whole.replace(dims=dims))
         for slot, layouts in self.seeds.items():
             for layout in layouts:
-                self._add(slot, _alone(layout, self.axis))
+                self._add(slot, _restricted(layout, self.axis))
         while self._queue:
             slot, layout = self._queue.popleft()
-            for node, spec, at, is_result in self._touching.get(slot, ()):
-                self._spread(node, spec, at, is_result, layout)
+            for node, spec, at, is_result in self._ops_at.get(slot, ()):
+                self._add_strategies(node, spec, at, is_result, layout)
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
@@ -154,20 +156,20 @@ class Closure:
             have[layout] = None
             self._queue.append((slot, layout))
 
-    def _spread(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
+    def _add_strategies(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
         """Adds the strategies of ``node`` in which operand ``at`` (result ``at`` if ``is_result``) has ``layout``."""
         for axis, op in () if is_result else layout.partial:
             for positions in _carriers(spec, op, at):
-                self._learn(node, spec, AxisStrategy((), ((axis, op),), positions))
+                self._add_strategy(node, spec, AxisStrategy((), ((axis, op),), positions))
         dims = spec.results[at] if is_result else spec.operands[at]
         if len(dims) == layout.ndim:
             digits = project(spec, dims, layout.without_partial())
             split = tuple(sorted((f, d) for f, d in digits.items() if any(x.axis is not None for x in d)))
             if split:
-                self._learn(node, spec, AxisStrategy(split))
-                self._learn_routed(node, spec, dict(split))
+                self._add_strategy(node, spec, AxisStrategy(split))
+                self._add_routed(node, spec, dict(split))
 
-    def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
+    def _add_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
         """Adds strategies of an op with a `Routed` (a pair of factors that one axis may split together, such as tokens
         and experts), in which the axis splits both: one factor as in ``split``, the other as in a known strategy.
         """
@@ -177,11 +179,11 @@ class Closure:
         for mine, other in (both, both[::-1]):
             for way in list(self.ways[node]) if mine in split else ():
                 if other in (factors := dict(way.factors)):
-                    self._learn(
+                    self._add_strategy(
                         node, spec, AxisStrategy(tuple(sorted({mine: split[mine], other: factors[other]}.items())))
                     )
 
-    def _learn(self, node: fx.Node, spec: Spec, way: AxisStrategy) -> None:
+    def _add_strategy(self, node: fx.Node, spec: Spec, way: AxisStrategy) -> None:
         """Adds the strategy ``way`` to the op ``node``, and the layouts that it implies to the op's operands and
         results.
         """
@@ -213,7 +215,7 @@ def laid_out(
     return tuple(operands), results_of(spec, mesh, factors, carried)
 
 
-def _first(spec: Spec) -> list[str]:
+def _initial_factors(spec: Spec) -> list[str]:
     """Returns the factors (loops of an op's rule) that may be split first, before any layout is known: each is the
     major factor of some dim.
 
@@ -234,7 +236,7 @@ def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
     return [operands for operands in sets if carries(spec, op, operands)]
 
 
-def _alone(layout: Layout, axis: str) -> Layout:
+def _restricted(layout: Layout, axis: str) -> Layout:
     """Returns ``layout`` without what it does with other axes: only ``axis`` and its parts still split dims or carry
     pending reductions.
     """

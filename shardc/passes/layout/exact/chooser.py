@@ -435,7 +435,7 @@ class OpenLayoutProblem(LayoutProblem):
                 self.results[node] = by_index[role.index]
                 self.outside.wanted.pop(node, None)
         op = "avg" if self.problem.reduce == "mean" else "sum"
-        split = [{a for found in by_index.values() for a in found[at].bound} for at in range(len(self.free.batch))]
+        split = [{a for layouts in by_index.values() for a in layouts[at].bound} for at in range(len(self.free.batch))]
         ranks = self.mesh.untimed.axes
         for node in ir.placeholders(self.graph, "tangent"):
             self.rows[node] = [
