@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 _TAG = 0x5B00  # tag of messages that are never sent
 _LOOKS = 0.2  # seconds between polls; c10d would log each blocking wait that times out
-NOTHING, END = "", "end"  # passed to ``heard`` if there is no new entry, and at the end
+NOTHING, END = "", "end"  # passed to ``on_message`` if there is no new entry, and at the end
 
 
 class Listener(Thread):
@@ -27,14 +27,14 @@ class Listener(Thread):
     Args:
         store: a connection for this thread only.
         log: key prefix of the entries.
-        heard: bound method, called with ``store`` and each entry.
+        on_message: bound method, called with ``store`` and each entry.
     """
 
-    def __init__(self, store: dist.Store, log: str, heard: Callable[[dist.Store, str], None]) -> None:
+    def __init__(self, store: dist.Store, log: str, on_message: Callable[[dist.Store, str], None]) -> None:
         super().__init__(name="shardc-listener", daemon=True)
         self._store, self._log = store, log
         # Weak references: a world frees its port when its last group is deleted.
-        self._heard, self._world = WeakMethod(heard), ref(dist.group.WORLD)
+        self._on_message, self._world = WeakMethod(on_message), ref(dist.group.WORLD)
         self._ends = Event()
         _listening.add(self)
 
@@ -53,12 +53,12 @@ class Listener(Thread):
             self._tell(END)
 
     def _tell(self, entry: str) -> None:
-        """Passes ``entry`` (a message from the log, `NOTHING` or `END`) to the method ``heard``, unless the object of
-        that method is gone.
+        """Passes ``entry`` (a message from the log, `NOTHING` or `END`) to the method ``on_message``, unless the object
+        of that method is gone.
         """
-        heard = self._heard()
-        if heard is not None:
-            heard(self._store, entry)
+        on_message = self._on_message()
+        if on_message is not None:
+            on_message(self._store, entry)
 
     def end(self) -> None:
         """Asks the thread to end, and waits up to 2 seconds for it."""
