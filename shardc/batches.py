@@ -17,7 +17,7 @@ from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.plan.layout_spec import PerRank, read
 from shardc.plan.ports import row_axes
-from shardc.runtime.containers import closed, opened
+from shardc.runtime.containers import from_dicts, to_dicts
 from shardc.runtime.events import Event
 from shardc.runtime.inputs import in_call, takes
 from shardc.runtime.module import ShardedModule
@@ -150,7 +150,7 @@ class Batches:
         """
         if (state := self._state) is None:
             return batch
-        plain = opened(batch)
+        plain = to_dicts(batch)
         args, kwargs = in_call(state.params.view, plain, state.spec.targets)
         # A list of tensors is several arguments, unless forward takes a list.
         several = isinstance(batch, list | tuple) and takes(state.params.view, batch, {}, state.spec.targets)
@@ -161,7 +161,7 @@ class Batches:
             return [x if x.is_meta else x.to(state.device, non_blocking=True) for x in parts]
 
         leaves = pytree.tree_leaves(state.map_inputs(args, kwargs, cut))  # in the order of the batch
-        return closed(batch, pytree.tree_unflatten(leaves, pytree.tree_structure(plain)))
+        return from_dicts(batch, pytree.tree_unflatten(leaves, pytree.tree_structure(plain)))
 
     def _cut_global(self, state: Namespace, named: Named) -> list[Tensor]:
         """Returns this rank's shards of global inputs. In some calls, ranks also check that they passed equal

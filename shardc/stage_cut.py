@@ -33,7 +33,7 @@ from shardc.ir.executable import (
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
-from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, part, with_gathers_first
+from shardc.passes.lower.microbatch import closing_forward, cut_out, mark_terms, with_closing_last, with_gathers_first
 from shardc.plan.pipeline_stages import PipelineStages
 from shardc.step_cut import MicrobatchCut
 
@@ -155,7 +155,7 @@ class PipelineCut(MicrobatchCut):
         if at == 0 and closing is not None and last is not None:
             others = [graph for _, graph in self._closings if graph is not None]
             left = {ir.role(node).name for gm in others for node in ir.placeholders(gm.graph, SUM)}
-            ended = passes.HoistGradEpilogue()(closed(last, closing, self.parts.reduce, left))
+            ended = passes.HoistGradEpilogue()(with_closing_last(last, closing, self.parts.reduce, left))
             out |= {LAST_BACKWARD: ended, GRADIENTS: rest}
             if checks:
                 verify.verify_closing(last, closing, ended, self.parts.reduce, left, mesh)
@@ -194,7 +194,7 @@ class PipelineCut(MicrobatchCut):
         results: tuple[list[tuple[Role, fx.node.Argument]], ...] = [], []
         for role, x in ir.outputs(closing.graph):
             results[not isinstance(x, fx.Node) or elsewhere[x]].append((role, x))
-        graphs = [LazyGraphModule(closing, part(closing.graph, some, {})) for some in results]
+        graphs = [LazyGraphModule(closing, cut_out(closing.graph, some, {})) for some in results]
         if not any(communicates(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"):
             return None, closing
         return graphs[0], graphs[1] if ir.outputs(graphs[1].graph) else None

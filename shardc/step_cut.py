@@ -29,7 +29,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.phases import Phases
 from shardc.joint import Joint
-from shardc.passes.lower.microbatch import closed, closing_forward, mark_terms, with_gathers_first
+from shardc.passes.lower.microbatch import closing_forward, mark_terms, with_closing_last, with_gathers_first
 from shardc.passes.unfold import Folded
 from shardc.plan.resolve import BoundPlan
 from shardc.verify.subject import reporting
@@ -211,7 +211,7 @@ class MicrobatchCut(StepCut):
             last, start = self.parts.closing, with_gathers_first(first, self.parts.gathers)
             return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: None, LAST_BACKWARD: last}
         second = mark_terms(second, self.parts.reduce)
-        last = closed(second, self.parts.closing, self.parts.reduce)
+        last = with_closing_last(second, self.parts.closing, self.parts.reduce)
         if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets
             last = passes.HoistGradEpilogue()(last)
         start = with_gathers_first(first, self.parts.gathers)

@@ -109,7 +109,7 @@ class _Lookup:
             return self._in_order(x, ordered, rest, tail)
         if others:
             x = self._call(aten.index.Tensor, x, [*[None] * len(ordered), *self._squeezed(others, rest)])
-        return self._call(aten.expand.default, self._spread(x, ordered, rest), self.node.meta["val"].shape)
+        return self._call(aten.expand.default, self._to_result_dims(x, ordered, rest), self.node.meta["val"].shape)
 
     def insert_write(self) -> fx.Node | None:
         """Inserts ops that replace this write to a table; returns the node of the table after the write. None, and no
@@ -211,7 +211,7 @@ class _Lookup:
         dims = [*(order.index(dim) for dim in range(len(order))), *range(len(order), len(order) + len(tail))]
         return self._call(aten.permute.default, x, dims)
 
-    def _spread(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
+    def _to_result_dims(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
         """Insert ops that bring ``x`` to the dims of the lookup's result; return the last node. Dims over which ``x``
         does not vary have size 1. ``ordered`` are the table's dims that are read in order, ``rest`` the other dims of
         the broadcast indices.

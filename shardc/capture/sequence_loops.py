@@ -205,10 +205,10 @@ class _Loop:
         """Return whether the segments can be written as a scan. Fills the attributes, which describe the scan."""
         return (
             all(self._reads(at) for at in range(len(self.segments[0])))
-            and all(self._used(at) for at in range(len(self.segments[0])))
+            and all(self._provides_uses(at) for at in range(len(self.segments[0])))
             and bool(self.xs and self.carries and (self.writes or self.collected or self.last))
-            and self._undisturbed()
-            and self._pure()
+            and self._can_move()
+            and self._step_is_pure()
         )
 
     def _reads(self, at: int) -> bool:
@@ -280,7 +280,7 @@ class _Loop:
                 return slot == list(value_of(value).shape)
         return False
 
-    def _used(self, at: int) -> bool:
+    def _provides_uses(self, at: int) -> bool:
         """Return whether a scan can provide the values of call number ``at`` to everything that uses them outside of
         the segments. Adds these uses to ``collected`` and ``last``.
         """
@@ -304,7 +304,7 @@ class _Loop:
         """Return the first call of the first segment."""
         return self.segments[0][0]
 
-    def _undisturbed(self) -> bool:
+    def _can_move(self) -> bool:
         """Return whether all segments can be moved to one place of the graph without a change of any value.
 
         The operands must be computed before the first segment and not change until the end of the last. Nothing may
@@ -348,7 +348,7 @@ class _Loop:
 
     # --- the step
 
-    def _pure(self) -> bool:
+    def _step_is_pure(self) -> bool:
         """Return whether the step can be the function of a scan: it draws no random numbers and does not write to its
         operands.
         """

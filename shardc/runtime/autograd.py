@@ -278,7 +278,7 @@ class StepInMicrobatches(torch.autograd.Function):
             ctx.versions = list(map(version_of, feed))
         ctx.unreduced = runner.sync.unreduced()
         ctx.call = runner.groups.consistency.call
-        outputs = _separate(runner.program, ctx.step, takes, feed)
+        outputs = _unaliased_outputs(runner.program, ctx.step, takes, feed)
         roles = zip(outputs, runner.program.outputs, strict=True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -385,7 +385,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         results = list(StepInMicrobatches.apply(runner, step, [port.role for port in named], *feed))
     else:
         with torch.no_grad():
-            results = _separate(program, step(), [port.role for port in named], feed)
+            results = _unaliased_outputs(program, step(), [port.role for port in named], feed)
     _update_buffers(runner, results)
     for x in results:
         if isinstance(x, ReadOnly):
@@ -393,7 +393,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     return _tree(program, results)
 
 
-def _separate(program: Executable, step: Microstep, takes: Sequence[Role], feed: Feed) -> list[Any]:
+def _unaliased_outputs(program: Executable, step: Microstep, takes: Sequence[Role], feed: Feed) -> list[Any]:
     """Returns the outputs of a call with microbatches, each in memory of its own: shared neither with a tensor of
     ``feed`` nor with another output.
 
@@ -519,7 +519,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
     runner.units_checked = bool(seen)
 
 
-def _stepped(optimizer: Optimizer, *_: object) -> None:
+def _count_update(optimizer: Optimizer, *_: object) -> None:
     """Optimizer hook: increments the version counters of updated DTensors, which torch's foreach kernels do not."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     changed = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
@@ -529,7 +529,7 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Registers a hook (`_stepped`) after the step of every optimizer of the process, so that in-place changes by it
-    are detected. Later calls do nothing.
+    """Registers a hook (`_count_update`) after the step of every optimizer of the process, so that in-place changes by
+    it are detected. Later calls do nothing.
     """
-    register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_post_hook(_count_update)

@@ -13,7 +13,7 @@ from shardc._compat import PyTree, pytree
 from shardc.errors import InputError
 
 
-def opened(tree: PyTree) -> PyTree:
+def to_dicts(tree: PyTree) -> PyTree:
     """Returns ``tree`` with a dict in place of each mapping and dataclass that torch's pytrees do not know.
 
     Raises:
@@ -23,8 +23,8 @@ def opened(tree: PyTree) -> PyTree:
     return pytree.tree_unflatten([_open(leaf) for leaf in leaves], spec)
 
 
-def closed(tree: PyTree, values: PyTree) -> PyTree:
-    """Inverts `opened`: converts ``values``, which are structured like ``opened(tree)``, back to the containers and
+def from_dicts(tree: PyTree, values: PyTree) -> PyTree:
+    """Inverts `to_dicts`: converts ``values``, which are structured like ``to_dicts(tree)``, back to the containers and
     classes of ``tree``.
     """
     leaves, spec = pytree.tree_flatten(tree)
@@ -39,9 +39,9 @@ def _open(leaf: Any) -> PyTree:
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, Mapping):
-        return {key: opened(value) for key, value in leaf.items()}
+        return {key: to_dicts(value) for key, value in leaf.items()}
     if _is_record(leaf):
-        return {name: opened(getattr(leaf, name)) for name in _names(leaf)}
+        return {name: to_dicts(getattr(leaf, name)) for name in _names(leaf)}
     for name, value in getattr(leaf, "__dict__", {}).items():
         values = value.values() if isinstance(value, Mapping) else (value,)
         if any(isinstance(x, Tensor) for x in values):
@@ -62,7 +62,7 @@ def _close(leaf: Any, part: PyTree) -> Any:
     if isinstance(leaf, Tensor) or not (isinstance(leaf, Mapping) or _is_record(leaf)):
         return part
     if isinstance(leaf, Mapping):
-        values = {key: closed(leaf[key], value) for key, value in part.items()}
+        values = {key: from_dicts(leaf[key], value) for key, value in part.items()}
         if not isinstance(leaf, MutableMapping):
             return type(leaf)(values)  # type: ignore[call-arg]
         out: Any = copy.copy(leaf)
@@ -71,7 +71,7 @@ def _close(leaf: Any, part: PyTree) -> Any:
         return out
     out = copy.copy(leaf)
     for name, value in part.items():
-        object.__setattr__(out, name, closed(getattr(leaf, name), value))
+        object.__setattr__(out, name, from_dicts(getattr(leaf, name), value))
     return out
 
 

@@ -43,11 +43,11 @@ from shardc.runtime.gathered import (
     broadcast,
     check_equal,
     gather,
+    reduce_pending,
     replicated,
     replicated_spec,
     scatter_into,
     scattered_like,
-    settle,
     view_of,
     written,
 )
@@ -141,7 +141,7 @@ def _str(self: DTensor) -> str:
     if not _is_ours(self):
         return repr(self)
     detached: Any = self.detach()
-    return str(gather(detached)) if self.dim() == 0 else repr(settle(detached))
+    return str(gather(detached)) if self.dim() == 0 else repr(reduce_pending(detached))
 
 
 def _deepcopy(self: DTensor, memo: dict[int, object]) -> object:
@@ -355,7 +355,7 @@ def _computed(
             return args[0].clone()
         if not (op in _PENDING and _keeps_pending(specs, op, kwargs)):
             for x in tensors:
-                settle(x)
+                reduce_pending(x)
             return op(*args, **kwargs)
     if op is aten.equal.default:
         return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
@@ -411,7 +411,7 @@ def _copy(target: Tensor, value: Any, *_: object) -> Tensor:
     """Implements ``target.copy_(value)`` for DTensors in any layouts and plain replicated tensors."""
     if not isinstance(target, DTensor):
         return target.copy_(gather(value))
-    settle(target)
+    reduce_pending(target)
     if isinstance(value, DTensor) and value.shape == target.shape and value.placements == target.placements:
         target._local_tensor.copy_(value._local_tensor)
         return target
@@ -426,7 +426,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> Non
     """Implements the op of `GradScaler.unscale_` on shards, in place; ``found_inf`` is set on all ranks if it is on
     one.
     """
-    local = [settle(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
+    local = [reduce_pending(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
     aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
     split = ((x.device_mesh, dim, p) for x in grads if isinstance(x, DTensor) for dim, p in enumerate(x.placements))
     for mesh, dim in dict.fromkeys((mesh, dim) for mesh, dim, p in split if not p.is_replicate()):
@@ -539,7 +539,7 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
         if not isinstance(x, DTensor):
             return x
         if id(x) not in wholes:
-            settle(x)
+            reduce_pending(x)
             wholes[id(x)] = gather(x)
         return wholes[id(x)]
 
@@ -594,5 +594,5 @@ def _norm_in_float32(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str,
     wide = pytree.tree_map_only(DTensor, lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), args)
     norms, structure = pytree.tree_flatten(op(*wide, **kwargs))
     return pytree.tree_unflatten(
-        [settle(norm).to(dtype or x.dtype) for norm, x in zip(norms, tensors, strict=True)], structure
+        [reduce_pending(norm).to(dtype or x.dtype) for norm, x in zip(norms, tensors, strict=True)], structure
     )

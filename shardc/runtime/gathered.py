@@ -237,7 +237,7 @@ def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
     return spec
 
 
-def settle(x: DTensor) -> DTensor:
+def reduce_pending(x: DTensor) -> DTensor:
     """If ``x`` has pending reductions, performs them and makes ``x`` replicated, in place. Returns ``x``."""
     if any(placement.is_partial() for placement in x.placements):
         whole = gather(x)

@@ -216,7 +216,7 @@ class GraphedStep:
         """Whether the optimizer or a parameter's gradient has Python hooks, which a recorded step would not call.
         Warns once of each.
         """
-        name = hooked(self._state.params.look().parameters)
+        name = hooked(self._state.params.current_snapshot().parameters)
         of_optimizer = any(getattr(self._optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))
         what = "the optimizer" if of_optimizer else "" if name is None else f"parameter {name!r}"
         if what and what not in self._warned:
@@ -232,7 +232,7 @@ class GraphedStep:
 
         Learning rates are not among these. The module's snapshot is: keys of calls are valid for one snapshot.
         """
-        snapshot = self._state.params.look()
+        snapshot = self._state.params.current_snapshot()
         places = [address(x) for x in (*snapshot.parameters.values(), *snapshot.buffers.values())]
         out: list[object] = [snapshot, places]
         for group in self._optimizer.param_groups:

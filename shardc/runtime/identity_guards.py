@@ -50,8 +50,8 @@ class ModuleSnapshot:
         self.modules = list(model.modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._parameters = _once(self.parameters)
-        self._tensors = [*self._parameters, *_once(self.buffers)]
+        self._parameters = _distinct(self.parameters)
+        self._tensors = [*self._parameters, *_distinct(self.buffers)]
         self._attributes = list(map(vars, self.modules))
         places = [(attributes, kind) for attributes in self._attributes for kind in _KINDS]
         self._places = [(attributes, kind) for attributes, kind in places if attributes[kind]]
@@ -94,7 +94,7 @@ class ModuleSnapshot:
         return last
 
 
-def _once(named: Mapping[str, Tensor]) -> list[Tensor]:
+def _distinct(named: Mapping[str, Tensor]) -> list[Tensor]:
     """Returns the tensors of ``named`` without repetitions."""
     return list({id(tensor): tensor for tensor in named.values()}.values())
 

@@ -236,7 +236,7 @@ def shardwise_trunc_normal() -> Iterator[None]:
             bounds = [torch.tensor(bound, dtype=tensor.dtype).item() for bound in (a, b)]
             fill = partial(torch.Tensor.normal_, mean=mean, std=std, generator=generator)
             _fill_within(piece, bounds, fill, tensor.dtype, tensor.init_shard.limit)
-        tensor.init_shard.mark(tensor)
+        tensor.init_shard.mark_filled(tensor)
         return tensor
 
     nn.init._no_grad_trunc_normal_ = trunc_normal

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc._compat import PyTree
-from shardc.runtime.containers import closed, opened
+from shardc.runtime.containers import from_dicts, to_dicts
 from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.gloo.buffers import MemoryUse
 from shardc.runtime.gradients import clip_grad_norm_
@@ -176,12 +176,12 @@ class Namespace(State):
         """
         model, targets = self.params.view, self.spec.targets
         if len(args) == 1 and not kwargs:
-            in_order, by_name = in_call(model, opened(args[0]), targets)
+            in_order, by_name = in_call(model, to_dicts(args[0]), targets)
             cut_args, cut_kwargs = self.map_inputs(in_order, by_name, self.cut_global)
-            return closed(args[0], cut_kwargs or cut_args[0])
-        plain_args, plain_kwargs = opened((args, kwargs))
+            return from_dicts(args[0], cut_kwargs or cut_args[0])
+        plain_args, plain_kwargs = to_dicts((args, kwargs))
         cut = self.map_inputs(plain_args, plain_kwargs, self.cut_global)
-        out_args, out_kwargs = closed((args, kwargs), cut)
+        out_args, out_kwargs = from_dicts((args, kwargs), cut)
         out_args, out_kwargs = targets_last(model, out_args, out_kwargs, targets or ())
         if out_kwargs:
             return out_args, out_kwargs

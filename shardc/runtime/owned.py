@@ -174,15 +174,15 @@ def redistribute(
     """
     if tuple(placements) == x.placements:
         return move(x, device_mesh, placements, **options)
-    return _confined(move(_spread(x), device_mesh, everywhere(placements), **options), placements)
+    return _kept_by_owner(move(_broadcast_owned(x), device_mesh, everywhere(placements), **options), placements)
 
 
-def _spread(x: DTensor) -> DTensor:
+def _broadcast_owned(x: DTensor) -> DTensor:
     """Returns ``x`` with `Owned` placements (stored whole on one coordinate) made replicated: the owners broadcast."""
     return _Spread.apply(x) if has_owner(x.placements) else x
 
 
-def _confined(x: DTensor, placements: Placements) -> DTensor:
+def _kept_by_owner(x: DTensor, placements: Placements) -> DTensor:
     """Returns ``x`` with ``placements``. These differ from its own only by `Owned` (whole on one coordinate of a mesh
     dim) in place of ``Replicate``: the other coordinates drop the tensor.
     """
@@ -190,8 +190,8 @@ def _confined(x: DTensor, placements: Placements) -> DTensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Autograd function of `_spread`, which broadcasts an owner's tensor. In backward, the owner keeps its own copy
-    of the replicated gradient.
+    """Autograd function of `_broadcast_owned`, which broadcasts an owner's tensor. In backward, the owner keeps its own
+    copy of the replicated gradient.
     """
 
     @staticmethod
@@ -212,8 +212,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Confine(torch.autograd.Function):
-    """Autograd function of `_confined`, which leaves a replicated tensor on its owner only. Backward broadcasts the
-    gradient from the owner.
+    """Autograd function of `_kept_by_owner`, which leaves a replicated tensor on its owner only. Backward broadcasts
+    the gradient from the owner.
     """
 
     @staticmethod

@@ -256,7 +256,7 @@ class ParamStore:
 
     def __post_init__(self) -> None:
         self.view: Any = unsharded(self.owner)
-        self.sync.parameters = lambda: self.look().parameters
+        self.sync.parameters = lambda: self.current_snapshot().parameters
         if self.spec.device_mesh is not None:
             load_hooks(self.owner, self.spec.stored, self.spec.rank, self.spec.homes)
             forward_calls.guard(self.owner)
@@ -267,7 +267,7 @@ class ParamStore:
         assert self._snapshot is not None
         return self._snapshot
 
-    def look(self) -> ModuleSnapshot:
+    def current_snapshot(self) -> ModuleSnapshot:
         """Returns a snapshot of the module. It is the last one as long as modules, parameters, buffers and hooks are
         the same objects.
         """

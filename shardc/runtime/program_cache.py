@@ -143,11 +143,11 @@ class ProgramCache:
         self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
         self._identities: IdentityGuards | None = None
 
-    def look(self) -> ModuleSnapshot:
+    def current_snapshot(self) -> ModuleSnapshot:
         """Returns the module's current snapshot. Empties ``calls``, the cached facts about calls, if the module or an
         object that captures read has changed.
         """
-        snapshot = self.params.look()
+        snapshot = self.params.current_snapshot()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
             self.calls.clear()
             self._holding.clear()
@@ -348,7 +348,7 @@ class ProgramCache:
 
     def signature(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Signature:
         """Returns the signature of a call in the current train or eval mode."""
-        mode = self.look().mode()
+        mode = self.current_snapshot().mode()
         return Signature.of(mode, TorchGlobalState.now(self.spec.device), self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[str]:

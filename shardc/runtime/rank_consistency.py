@@ -355,7 +355,7 @@ class RankConsistency:
         """
         if entry == NOTHING:
             self._meeting.look(store)
-            self._look(store)
+            self._on_idle(store)
         elif entry == END:
             self._meeting.end(store)
         elif isinstance(message := json.loads(entry), int):
@@ -467,7 +467,7 @@ class RankConsistency:
 
     # --- waiting for each other at different places
 
-    def _look(self, store: dist.Store) -> None:
+    def _on_idle(self, store: dist.Store) -> None:
         """Run often by the listener thread: reports if this rank waits long in a torch collective while others
         compare an event; and takes part in the comparison of an event whose graph runs long.
         """

@@ -93,7 +93,7 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
         any_rank: returns whether a flag is true on any rank, if ranks have the loads of different layers; else None.
     """
     overfull = next(
-        (each for each in ((name, load, _most(load)) for name, load in loads) if each[2] > each[1].rows), None
+        (each for each in ((name, load, _fullest(load)) for name, load in loads) if each[2] > each[1].rows), None
     )
     if overfull is None if any_rank is None else not any_rank(overfull is not None):
         return
@@ -108,7 +108,7 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
     )
 
 
-def _most(load: Load) -> int:
+def _fullest(load: Load) -> int:
     """Waits for the reduction of ``load`` over ranks; returns the number of rows that the fullest block of a layer of
     experts received.
     """

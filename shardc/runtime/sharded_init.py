@@ -289,7 +289,7 @@ class InitShard:
         indices = [range(shape[dim]) if storage is None else local_indices(storage, shape, dim, rank) for dim in dims]
         shard = cls(name, shape, storage, tuple(indices), rank, tensor, limit)
         if not tensor.is_meta:
-            shard.mark(Virtual.whole(shard))
+            shard.mark_filled(Virtual.whole(shard))
         return shard
 
     @property
@@ -326,7 +326,7 @@ class InitShard:
         """Whether this rank holds every element of the parameter or buffer."""
         return tuple(map(len, self.indices)) == self.shape
 
-    def mark(self, view: Virtual) -> None:
+    def mark_filled(self, view: Virtual) -> None:
         """Records that the elements of ``view`` have been filled, for `check_written`."""
         self.written.add((int(view.storage_offset()), tuple(view.shape), view.stride()))
 
@@ -399,7 +399,7 @@ class Virtual(torch.Tensor):
         if draws(func) and target.meta.is_contiguous():
             fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731
             draw(piece_of(func, target), fill, target.dtype, target.init_shard.limit)
-            target.init_shard.mark(target)
+            target.init_shard.mark_filled(target)
         elif func in _FILLS or torch.Tag.pointwise in func.tags:
             _elementwise(func, target, args, kwargs)
         else:
@@ -423,7 +423,7 @@ def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyT
         if isinstance(arg, Virtual) and spec.is_write
     ]
     for view in written:
-        view.init_shard.mark(view)
+        view.init_shard.mark_filled(view)
     return args[0] if written and written[0] is args[0] else result
 
 
@@ -462,7 +462,7 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
         rest, kwargs = pytree.tree_map_only(torch.Tensor, cut_like, (tuple(args[1:]), dict(kwargs)))
         func(piece.local, *rest, **kwargs)
     if func in _FILLS:
-        target.init_shard.mark(target)
+        target.init_shard.mark_filled(target)
 
 
 def piece_of(func: object, view: Virtual) -> Piece:

@@ -60,13 +60,13 @@ class StageLink:
             if isinstance(action, Message) and action.source != self.groups.stage:
                 self._coming.setdefault(action.source, deque()).append(action)
         for source in self._coming:
-            self._ask(source)
+            self._post_receives(source)
 
     def send(self, message: Message, values: list[Any]) -> None:
         sends: list[tuple[Any, Tensor]] = []
         for x in map(_bytes, values):
             if x.numel():
-                with self._naming(message):
+                with self._named_errors(message):
                     sends.append((dist.isend(x, group=self._group(message), group_dst=message.target), x))
         self._pending.setdefault(message.target, deque()).append((message, sends))
 
@@ -76,7 +76,7 @@ class StageLink:
         while pending and self._left.get(rank, 0) < count:
             message, sends = pending.popleft()
             for work, _ in sends:
-                with self._naming(message):
+                with self._named_errors(message):
                     work.wait(self._timeout)
             self._left[rank] = self._left.get(rank, 0) + 1
 
@@ -89,13 +89,13 @@ class StageLink:
         receives = receiving.popleft() if receiving else self._receive(message)
         for work, _ in receives:
             if work is not None:
-                with self._naming(message):
+                with self._named_errors(message):
                     work.wait(self._timeout)
-        self._ask(source)
+        self._post_receives(source)
         self._leave(source, received)
         return [x for _, x in receives]
 
-    def _ask(self, source: int) -> None:
+    def _post_receives(self, source: int) -> None:
         """Posts receives of the next messages from stage ``source``, until `_AHEAD` of them are pending."""
         receiving, coming = self._receiving.setdefault(source, deque()), self._coming.get(source)
         while coming and len(receiving) < _AHEAD:
@@ -109,7 +109,7 @@ class StageLink:
         for example in message.examples:
             x, work = torch.empty(example.shape, dtype=example.dtype, device=self.device), None
             if x.numel():
-                with self._naming(message):
+                with self._named_errors(message):
                     work = dist.irecv(_bytes(x), group=self._group(message), group_src=message.source)
             receives.append((work, x))
         return receives
@@ -120,7 +120,7 @@ class StageLink:
         self._left.clear()
 
     @contextmanager
-    def _naming(self, message: Message) -> Iterator[None]:
+    def _named_errors(self, message: Message) -> Iterator[None]:
         """Context manager around a send, a receive or a wait of ``message``. It turns an error of torch into one that
         names the message and the other rank.
 

@@ -88,7 +88,7 @@ class State:
         """Raises LayoutError if a parameter is no longer as it was compiled (shape, layout, device, ties). If the
         module ``runs``, its parameters must have values, too.
         """
-        self.cache.look()
+        self.cache.current_snapshot()
         self.params.check(runs)
 
     def map_inputs(

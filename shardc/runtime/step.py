@@ -63,7 +63,7 @@ def out_of_range(text: str) -> IndexError | None:
     return IndexError(f"{error['index'] or 'an index'} is out of range" + f" for a dim of {size} elements" * bool(size))
 
 
-def watched(half: Half, inputs: list[object]) -> tuple[Sequence[Any], int]:
+def run_finding_nan(half: Half, inputs: list[object]) -> tuple[Sequence[Any], int]:
     """Interprets a graph op by op; returns (its results, index of the first node whose result has NaN, else 2**30)."""
     watch = _Watch(half.gm)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def check(
     Args:
         half: the backward graph.
         results: its results.
-        first: node index from `watched`.
+        first: node index from `run_finding_nan`.
         unpadded: (name, gradient) -> the gradient without padding.
 
     Raises:
@@ -227,7 +227,7 @@ class Runner:
                 noting() as noted,
                 ranges.run(),
             ):
-                results, first = watched(half, inputs) if seeks_nan else (compiled(inputs, enter), 0)
+                results, first = run_finding_nan(half, inputs) if seeks_nan else (compiled(inputs, enter), 0)
             settle()
             if seeks_nan:
                 check(half, results, first, self.groups, self._without_pad)

@@ -222,7 +222,7 @@ def views_of(
         source = len(program.outputs) + len(bases)
         bases.append(base)
         for at, place in zip(group, base.places, strict=True):
-            ops = (partial(_at, place),)
+            ops = (partial(_strided_view, place),)
             detached = at not in differentiable and bool(base.split)
             views[at] = View(at, source, False, ops, returned[at], detached)
     # Copies here: if they overlap another output on one device, a write would not reach it, so it is refused.
@@ -236,7 +236,7 @@ def views_of(
     return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | read_only_bases))
 
 
-def _at(place: Place, base: Tensor) -> Tensor:
+def _strided_view(place: Place, base: Tensor) -> Tensor:
     """Returns a view of ``base`` with the sizes, strides and offset ``place``. The offset counts from the start of
     ``base``, which may be a view itself.
     """

@@ -14,7 +14,7 @@ from shardc import passes
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.phases import Phases
-from shardc.passes.lower.microbatch import closed as right_closed
+from shardc.passes.lower.microbatch import with_closing_last as right_closed
 from shardc.step_cut import MicrobatchCut
 from tests.microbatches.programs import CASES
 
@@ -101,7 +101,7 @@ def test_a_term_that_the_last_backward_leaves_out(monkeypatch: pytest.MonkeyPatc
         gm.graph.erase_node(added)
         return gm
 
-    monkeypatch.setattr("shardc.step_cut.closed", faulty)
+    monkeypatch.setattr("shardc.step_cut.with_closing_last", faulty)
     with pytest.raises(VerifyError, match="after microbatch.*grad .* is not the value that it was"):
         lowered(monkeypatch, lambda phases: phases)
 

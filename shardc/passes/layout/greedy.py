@@ -25,7 +25,7 @@ from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.op_traits import RESHAPES
 from shardc.passes import local_regions
-from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
+from shardc.passes.layout.propagate import Problem, decide, lay_out_getitem, padded, pin
 from shardc.passes.op_calls import Gradient, Work, call_of, compute_seconds, move_of, operands_of, priced
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
@@ -93,7 +93,7 @@ class _Sweep:
         operand or from the plan.
         """
         if node.target is getitem:
-            take(node)
+            lay_out_getitem(node)
         elif node.target is ops.tag:
             source = ir.layout(node.args[0])
             pin(self.problem, node, source)

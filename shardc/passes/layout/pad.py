@@ -130,7 +130,7 @@ class _Padder(PaddedValues):
 
     def _copy(self, node: fx.Node) -> fx.Node:
         """Returns a copy of the op ``node`` that reads unpadded operands."""
-        copy = self.graph.node_copy(node, self.without)
+        copy = self.graph.node_copy(node, self.without_padding)
         with self.graph.inserting_before(copy):
             copy.args, copy.kwargs = self.with_strides(
                 copy.target, copy.args, copy.kwargs
@@ -173,14 +173,14 @@ class _Padder(PaddedValues):
         """
         layout = self.options.params.get(role.name) if role.kind == "grad" else None
         if layout is None:
-            return self.without(x)
+            return self.without_padding(x)
         cast = x if x.target is aten._to_copy.default and x.args[0].target is ops.pad else None
         source = x if cast is None else cast.args[0]
         while source.target is ops.pad:
             (source,) = source.args
         self.record = replace(ir.info(source), role=None)
         # Zero, so that padded places of storage stay zero whatever the optimizer does.
-        padded = self.at(source, _padding_of(layout, ir.value(source).shape), 0)
+        padded = self.padded_to(source, _padding_of(layout, ir.value(source).shape), 0)
         return padded if cast is None else self.call(cast.target, padded, **cast.kwargs)
 
     # --- ops
@@ -202,11 +202,11 @@ class _Padder(PaddedValues):
         if not any(map(is_padded, have)):
             self.plain[node] = self._copy(node)
             return
-        before = self.at(source, have)
+        before = self.padded_to(source, have)
         tag = self.graph.call_function(ops.tag, (before,), dict(node.kwargs))
         tag.meta["val"] = self.val(before)
         ir.set_info(tag, replace(self.record, value=ir.value_of(tag.meta["val"])))
-        self._keep(node, tag, have, self.padded[source].filling if source in self.padded else 0)
+        self._record_padded(node, tag, have, self.padded[source].filling if source in self.padded else 0)
 
     def _op(self, node: fx.Node) -> None:
         """Emits an op on padded operands, as far as its rule allows, else on unpadded ones."""
@@ -231,9 +231,9 @@ class _Padder(PaddedValues):
             paddings = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
             self.several[node] = result, paddings, filling
         else:
-            self._keep(node, result, results[0], filling)
+            self._record_padded(node, result, results[0], filling)
 
-    def _keep(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
+    def _record_padded(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
         """Records ``result`` as the padded form of ``node``, and its ``padding``; as its plain form if nothing is
         padded. ``filling``: the value in the padding; None if it is undefined.
         """
@@ -241,7 +241,7 @@ class _Padder(PaddedValues):
             self.padded[node] = Padded(result, padding, filling)
             if any(user.op == "output" for user in node.users):
                 # An output of the forward has the strides of a run on one device.
-                self.plain[node] = self.like(self.without(node), node)
+                self.plain[node] = self.like(self.without_padding(node), node)
         else:
             self.plain[node] = result
 
@@ -254,7 +254,7 @@ class _Padder(PaddedValues):
         result = results[index] if isinstance(results, list | tuple) else self.call(getitem, results, index)
         padding = paddings[index]
         assert padding is not None
-        self._keep(node, result, padding, filling)
+        self._record_padded(node, result, padding, filling)
 
     def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
         """Returns factor (loop of the op) -> padding, for the factors along which this op can compute with padded
@@ -279,7 +279,7 @@ class _Padder(PaddedValues):
                     if factor in spec.indexed and len(mine) > 1:
                         lost[x] = "its elements are found by their place"
                         continue
-                    alone = node.target in RESHAPES or _alone(spec, factor)
+                    alone = node.target in RESHAPES or _never_joined(spec, factor)
                     if not alone or (
                         not spec.carried_by_all(factor) and reduction_identity(call, spec, factor) is None
                     ):
@@ -309,7 +309,7 @@ class _Padder(PaddedValues):
         dims = spec.operands[at]
         padding = _padding(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
-            return self.without(x)
+            return self.without_padding(x)
         mine = {factor for factors in dims for factor in factors if factor in padded_factors}
         fills = {reduction_identity(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
         value = ir.value(x)
@@ -325,7 +325,7 @@ class _Padder(PaddedValues):
             fills = {spec.size(spec.routed.owners)}  # no expert is chosen
         filling = next(iter(fills), None)
         assert len(fills) <= 1, f"{call.name} reduces in two ways"
-        return self.at(x, padding, filling)
+        return self.padded_to(x, padding, filling)
 
     def _emit_padded(
         self,
@@ -381,6 +381,6 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mappin
     )
 
 
-def _alone(spec: Spec, factor: str) -> bool:
+def _never_joined(spec: Spec, factor: str) -> bool:
     """Returns whether ``factor`` is never joined with another factor in one dim."""
     return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)

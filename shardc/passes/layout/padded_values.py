@@ -155,7 +155,7 @@ class PaddedValues(Calls):
         self.padded: dict[fx.Node, Padded] = {}
         self._nodes: dict[tuple[object, ...], fx.Node] = {}
 
-    def without(self, x: fx.Node) -> fx.Node:
+    def without_padding(self, x: fx.Node) -> fx.Node:
         """Returns the unpadded form of the old node ``x``, which is created at the first call."""
         if x not in self.plain:
             padded = self.padded[x]
@@ -165,7 +165,7 @@ class PaddedValues(Calls):
             self.plain[x] = node
         return self.plain[x]
 
-    def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
+    def padded_to(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
         """Returns the node of the new graph for the old node ``x``, padded to ``padding``. If ``filling`` is not None,
         the padding holds this value.
         """
@@ -173,7 +173,7 @@ class PaddedValues(Calls):
         if key not in self._nodes:
             padded = self.padded.get(x)
             if padded is None or padded.padding != padding:
-                self._nodes[key] = self._fill(self.grown(self.without(x), padding), padding, 0, filling)
+                self._nodes[key] = self._fill(self.grown(self.without_padding(x), padding), padding, 0, filling)
             else:
                 self._nodes[key] = self._fill(padded.node, padding, padded.filling, filling)
         return self._nodes[key]
@@ -219,14 +219,14 @@ class PaddedValues(Calls):
             return x
 
         def fill(node: fx.Node, dim: int, run: Run) -> fx.Node:
-            mask = self._past(run, self.val(node).device, len(self.shape(node)) - dim - 1)
+            mask = self._padding_mask(run, self.val(node).device, len(self.shape(node)) - dim - 1)
             return self.call(aten.masked_fill.Scalar, node, mask, _as(wanted, self.val(node).dtype))
 
         for dim, runs in enumerate(padding):
             x = self._map_runs(x, dim, runs, fill)
         return x
 
-    def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
+    def _padding_mask(self, run: Run, device: torch.device, below: int) -> fx.Node:
         """Returns a bool mask, [size of ``run``, 1, ...], that is true at the padding of ``run`` (a sub-dim).
         ``below``: number of dims of size 1 at its end.
         """

@@ -112,7 +112,7 @@ def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
     ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
 
 
-def take(node: fx.Node) -> None:
+def lay_out_getitem(node: fx.Node) -> None:
     """Gives a getitem the layout of the result that it reads."""
     source, index = node.args
     value = ir.info(source).values[index]

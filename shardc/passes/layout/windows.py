@@ -131,7 +131,7 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
             now = replace(now, source=operand)
         elif (piece := sliced(source)) is not None and piece[0] == now.dim:
             now = replace(now, source=source.args[0], by=now.by - piece[1])
-        elif (inner := surrounded(source)) is not None and inner[1] == now.dim:
+        elif (inner := zeros_around(source)) is not None and inner[1] == now.dim:
             by = now.by + inner[2]
             end = min(now.end, by + ir.value(inner[0]).shape[now.dim])
             now = replace(now, source=inner[0], by=by, begin=max(now.begin, by), end=end)
@@ -162,7 +162,7 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
     return dim, begin, begin + ir.value(node).shape[dim]
 
 
-def surrounded(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+def zeros_around(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Recognises a value with zeros around it along one dim: returns (value, dim, number of zeros before it); None if
     ``node`` is something else.
     """
@@ -206,7 +206,7 @@ def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
     """Replaces ``node`` if it is a shift of an earlier value along a dim, or equal to one; returns whether it was
     replaced.
     """
-    piece, inner = sliced(node), surrounded(node)
+    piece, inner = sliced(node), zeros_around(node)
     dim = piece[0] if piece is not None else inner[1] if inner is not None else None
     if dim is None:
         return False
@@ -238,7 +238,7 @@ def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
         of_part = [reading for reading in readings(part, dim) if reading.length == size]
         begin = 0 if fill is first else count
         fitting = [x for x in of_part if (x.by, x.begin, x.end) == (-begin, 0, size - count)]
-        if not fitting or not count or not few(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
+        if not fitting or not count or not worth_sending(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
             continue
         reading, at = furthest(fitting), rewriter.before(node, like=node)
         rewriter.replace(node, at.call(window_ops.SHIFT, reading.placed(at, reading.source), fill, dim, by))
@@ -254,12 +254,12 @@ def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
     dim, at = arguments["dims"][0] % rank, rewriter.before(node, like=node)
     size = ir.value(node).shape[dim]
     by = (by + size // 2) % max(size, 1) - size // 2
-    if by and few(abs(by), size):
+    if by and worth_sending(abs(by), size):
         ends = (size - by, size) if by > 0 else (0, -by)
         rewriter.replace(node, at.call(window_ops.SHIFT, x, at.call(window_ops.EDGE, x, dim, *ends), dim, by))
 
 
-def few(count: int, size: int) -> bool:
+def worth_sending(count: int, size: int) -> bool:
     """Returns whether ``count`` is so small a part of the ``size`` elements of a dim that sending these elements is
     better than gathering the dim.
     """
@@ -279,7 +279,7 @@ def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
     dim, begin, end = piece
     shape = ir.value(node.args[0]).shape
     blocks = gcd(begin, end - begin, shape[dim])  # by which an axis may split both
-    if begin < end and few(end - begin, shape[dim]) and (blocks == 1 or dim < len(shape) - 1):
+    if begin < end and worth_sending(end - begin, shape[dim]) and (blocks == 1 or dim < len(shape) - 1):
         at = rewriter.before(node, like=node)
         rewriter.replace(node, at.call(window_ops.EDGE, node.args[0], *piece))
 

@@ -159,7 +159,7 @@ class _Region:
                 size = ir.value(node).shape[0]
                 self.cuts[node] = ChunkSpec(0, outer, count, size // (outer * count))
             else:
-                self._follow(node)
+                self._add_if_chunked(node)
         self._prune()
         self._add_operands()
         self.cuts = {node: self.cuts[node] for node in graph.nodes if node in self.cuts}
@@ -202,7 +202,7 @@ class _Region:
         """
         return _numel(node) > self.rows and node not in self.ends
 
-    def _follow(self, node: fx.Node) -> None:
+    def _add_if_chunked(self, node: fx.Node) -> None:
         """Adds ``node`` to the region if it reads chunked values and can be computed chunk by chunk, or as a sum over
         chunks.
         """

@@ -46,7 +46,7 @@ def lower_collective(step: Step, x: object, builder: Builder) -> object:
     return _LOWERINGS[step.kind](step, x, builder)
 
 
-def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
+def bound_digits(src: Layout, dst: Layout) -> list[BoundDigit]:
     """Divides the dims of a tensor so finely that each digit is split by at most one axis both in ``src`` and in
     ``dst``; returns a `BoundDigit` for each digit.
     """
@@ -81,7 +81,7 @@ def _to_front(step: Step, x: object, builder: Builder) -> object:
 
     These are factors of its dims, in mesh order; the other factors follow.
     """
-    digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    digits = [slot for slot in bound_digits(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
     order = leading + [k for k in range(len(digits)) if k not in leading]
     if order == sorted(order):
@@ -103,7 +103,7 @@ def _from_front(step: Step, x: object, builder: Builder) -> object:
 
     It has a leading dim for each axis over which the step stops splitting it.
     """
-    digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
+    digits = [slot for slot in bound_digits(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]
     if order != sorted(order):
@@ -192,7 +192,7 @@ def _shard(step: Step, x: object, builder: Builder) -> object:
     """Emits the local slices of ``x`` that a step takes: along each digit of a dim that the step splits, the index of
     this rank. Returns the slice.
     """
-    digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    digits = [slot for slot in bound_digits(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
     for at, slot in enumerate(digits):

@@ -73,7 +73,7 @@ class OnTheWire:
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
         sent = self._traced(self.before, [x], start)
         if ranks is None and (len(sent) != 1 or sent[0].meta["val"].shape != x.meta["val"].shape):
-            raise self._wrong("before", node, [tensor.meta["val"] for tensor in sent], [x.meta["val"]])
+            raise self._shape_error("before", node, [tensor.meta["val"] for tensor in sent], [x.meta["val"]])
         arrived = []
         for tensor in sent:
             shape = list(tensor.meta["val"].shape)
@@ -86,7 +86,7 @@ class OnTheWire:
             or list(results[0].meta["val"].shape) != shaped
             or results[0].meta["val"].dtype != val.dtype
         ):
-            raise self._wrong("after", node, [tensor.meta["val"] for tensor in results], [val.new_empty(shaped)])
+            raise self._shape_error("after", node, [tensor.meta["val"] for tensor in results], [val.new_empty(shaped)])
         rewriter.replace(wait, end.call(aten.reshape.default, results[0], list(val.shape)))
         rewriter.graph.erase_node(node)
 
@@ -112,7 +112,9 @@ class OnTheWire:
                 )
         return [env[x] for x in ir.output_node(traced).args[0]]
 
-    def _wrong(self, which: str, node: fx.Node, results: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
+    def _shape_error(
+        self, which: str, node: fx.Node, results: Sequence[Tensor], wanted: Sequence[Tensor]
+    ) -> InputError:
         """Returns the error for a user's function (named by ``which``) whose ``results`` do not have the shapes and
         dtypes of ``wanted``.
         """

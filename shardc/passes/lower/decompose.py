@@ -125,7 +125,7 @@ class Decompose:
         kind = collective_kind(node)
         assert kind is not None
         before, behind = cuts.beside(node)
-        beside = cuts.meanwhile(node, self._product)
+        beside = cuts.seconds_beside(node, self._product)
         times = []
         for n in (1, cuts.count):
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
@@ -235,7 +235,7 @@ class _Cuts:
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
-    def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
+    def seconds_beside(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
         """Returns the total of ``seconds(op)`` over matrix products that run while a collective is in flight: those
         between it and the first use of its result.
         """
@@ -277,14 +277,14 @@ class _Cuts:
         """
         for node in self.graph.nodes:
             if node in starts:
-                self._enter(node)
+                self._divide(node)
             elif node not in self.cuts and collective_kind(node) is None:
                 read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts}
                 cut = through(node, read) if read else None
                 if cut is not None:
                     self.cuts[node] = cut
 
-    def _enter(self, node: fx.Node) -> None:
+    def _divide(self, node: fx.Node) -> None:
         """Enters a collective in ``cuts``, with the ops that compute its input, or in ``stopped``, with the reason. Of
         the dims that can be divided, takes the one whose chunks are in the fewest contiguous blocks.
         """
@@ -303,8 +303,8 @@ class _Cuts:
             above: dict[fx.Node, ChunkSpec] = {}
             part = need[source]
             assert part is not None
-            has_product = self._above(source, part, above)
-            below = self._below(node, cut)
+            has_product = self._from_products(source, part, above)
+            below = self._to_products(node, cut)
             rows = [option.outer for x, option in (above | below).items() if x.target in PRODUCTS]
             if rows:
                 tried.append((max(rows), -has_product, cut.dim, {node: cut} | above))
@@ -325,7 +325,7 @@ class _Cuts:
             if size % (outer * self.count) == 0:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
-    def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
+    def _from_products(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
         """Returns whether the chunks ``cut`` of ``node`` can be computed from chunks of matrix products. Adds the nodes
         that take part to ``marks``, as node -> its chunks.
 
@@ -340,11 +340,11 @@ class _Cuts:
             return False
         parts = [(x, part) for x, part in need.items() if part is not None]
         # A list, not a generator: every operand may lead to a product, and all have to be recorded.
-        if node.target in PRODUCTS or any([self._above(x, part, marks) for x, part in parts]):
+        if node.target in PRODUCTS or any([self._from_products(x, part, marks) for x, part in parts]):
             marks[node] = cut
         return node in marks
 
-    def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
+    def _to_products(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
         """Follows the chunks ``cut`` of ``node`` forward to the next matrix products. Returns node -> its chunks, for
         each node that can be computed from these chunks alone.
         """

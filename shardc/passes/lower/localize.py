@@ -165,13 +165,13 @@ class Emitter(Calls):
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
         """Returns the placeholder of this rank's index along ``axes``, int64 [1]."""
         name = ",".join(axes)
-        return self._fed(f"coordinate.{name}", "coordinate", name)
+        return self._runtime_number(f"coordinate.{name}", "coordinate", name)
 
     def key(self) -> fx.Node:
         """Returns the placeholder of the key of random draws, int64 [1]."""
-        return self._fed("key", "key", "key")
+        return self._runtime_number("key", "key", "key")
 
-    def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
+    def _runtime_number(self, name: str, kind: str, role_name: str) -> fx.Node:
         """Returns the placeholder ``name`` of a number (int64 [1]) that the runtime passes to the graph. It is created
         at the first call. ``kind`` ("coordinate" or "key") and ``role_name`` are its role.
         """

@@ -85,23 +85,23 @@ class Microbatch:
         openings: list[Loop] = []
         gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(cut))]
         shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
-        gathers = LazyGraphModule(gm, part(graph, gathered, {})) if gathered else None
+        gathers = LazyGraphModule(gm, cut_out(graph, gathered, {})) if gathered else None
         carried = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.carried())]
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
             earlier = {x: role for role, x in carried if level > 1}
-            body = part(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
+            body = cut_out(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
             results_once = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
-            once = part(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
+            once = cut_out(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, body), LazyGraphModule(gm, once)))
             shared |= {x: role for role, x in results_once}
         if gathers is not None and any(loop.takes(shared[x] for _, x in gathered) for loop in openings):
             openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
         own_results, rest = self._results(graph, cut)
-        body = part(graph, own_results, shared)
+        body = cut_out(graph, own_results, shared)
         self._check_work(openings, cut)
-        closing = part(graph, rest, {**shared, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
+        closing = cut_out(graph, rest, {**shared, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
         return Phases(
             tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums,
             LazyGraphModule(gm, graph), gathers,
@@ -362,7 +362,7 @@ class _Cut:
         """
         is_shared = {
             node: 0 < self.level[node] <= level
-            and not (self.varies[node] or self._later[node])
+            and not (self.varies[node] or self._after_closing[node])
             and (self.reads_gradients or not self.needs_tangent[node])
             for node in self.graph.nodes
         }
@@ -375,7 +375,7 @@ class _Cut:
         ]
 
     @cached_property
-    def _later(self) -> dict[fx.Node, bool]:
+    def _after_closing(self) -> dict[fx.Node, bool]:
         """Return node -> whether it depends on a sum that is known only at the end of the step."""
         closing, later = set(self.closing), dict[fx.Node, bool]()
         for node in self.graph.nodes:
@@ -421,10 +421,10 @@ class _Cut:
 def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
     """Returns the closing graph of a call without gradients: ``closing`` without the results that are gradients."""
     results = [(role, x) for role, x in ir.outputs(closing.graph) if role.kind != "grad"]
-    return LazyGraphModule(closing, part(closing.graph, results, {}))
+    return LazyGraphModule(closing, cut_out(closing.graph, results, {}))
 
 
-def closed(
+def with_closing_last(
     backward: fx.GraphModule, closing: fx.GraphModule, reduce: Mapping[str, str], left: Container[str] = ()
 ) -> fx.GraphModule:
     """Returns the backward of the last microbatch, which adds its terms to the sums so far and then runs ``closing``.
@@ -555,7 +555,7 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
 
 
-def part(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
+def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
     """Cuts a graph out of ``graph``: returns the one that computes ``results`` and takes the values ``cuts`` as
     arguments. ``late``: those of ``cuts`` that only backward reads, as it reads gradients of outputs.
 

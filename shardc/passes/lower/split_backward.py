@@ -11,7 +11,7 @@ from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.executable import TRANSFER
 from shardc.ir.graph import Role
-from shardc.passes.lower.microbatch import part
+from shardc.passes.lower.microbatch import cut_out
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class SplitBackward:
         }
         crossing = [x for x in gm.graph.nodes if x in computed and x in read]
         # In both graphs a crossing value has role "saved": a result of the first, an argument of the second.
-        weights = part(gm.graph, rest, {x: Role("saved", ir.info(x).name) for x in crossing})
+        weights = cut_out(gm.graph, rest, {x: Role("saved", ir.info(x).name) for x in crossing})
         arguments = {ir.info(node).name: node for node in ir.placeholders(weights)}
         saved = []
         for at, x in enumerate(crossing):
             argument = arguments[ir.info(x).name]
             ir.update(argument, role=Role("saved", argument.name))
             saved.append((Role("saved", argument.name, at), x))
-        inputs = part(gm.graph, [*sent, *saved], {})
+        inputs = cut_out(gm.graph, [*sent, *saved], {})
         return LazyGraphModule(gm, inputs), LazyGraphModule(gm, weights)
 
 

@@ -22,7 +22,7 @@ from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, is_view, moves_data
 from shardc.ir.phases import Phases, Staged, StagedLoop
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.passes.lower.microbatch import Outputs, needs_tangent, part
+from shardc.passes.lower.microbatch import Outputs, cut_out, needs_tangent
 from shardc.passes.lower.partition import moved_alone
 from shardc.plan.pipeline_stages import PipelineStages
 
@@ -66,7 +66,7 @@ class Stages:
         at_stage = _stages_of_results(closing, terms, self.stages)
         for at in range(self.stages.count):
             chosen = [x for x, stage in zip(ir.outputs(closing), at_stage, strict=True) if stage == at]
-            closings.append(LazyGraphModule(parts.closing, part(closing, chosen, {})))
+            closings.append(LazyGraphModule(parts.closing, cut_out(closing, chosen, {})))
         first = [loop.bodies for loop in openings if loop is not None]
         read = [
             {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, KNOWN)}
@@ -82,9 +82,9 @@ class Stages:
         out: list[StagedLoop | None] = []
         places: dict[str, int] = {}  # value that later loops take -> its stage
         for loop in parts.openings:
-            if (reader := _reader(loop.once.graph, gathered)) is not None:
+            if (reader := _first_use_of_params(loop.once.graph, gathered)) is not None:
                 raise self._refused(reader, "computes, from parameters, what all microbatches need before the forward")
-            if loop.body is None or not places and _reader(loop.body.graph, gathered) is None:
+            if loop.body is None or not places and _first_use_of_params(loop.body.graph, gathered) is None:
                 out.append(None)
                 continue
             gm = LazyGraphModule(loop.body, ir.copied(loop.body.graph))
@@ -139,7 +139,7 @@ class Stages:
         grads += [(Role("grad", ir.info(x).name, len(grads) + k), x) for k, x in enumerate(sent_down)]
         received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
         late = {x for boundary in down[at : at + 1] for x in boundary}
-        return LazyGraphModule(gm, part(gm.graph, [*first, *grads], received, late))
+        return LazyGraphModule(gm, cut_out(gm.graph, [*first, *grads], received, late))
 
     def _terms_apart(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
@@ -168,7 +168,7 @@ class Stages:
         if not changed:
             return parts, graph, cut
         numbered = [(replace(role, index=at) if role.kind == "grad" else role) for at, (role, _) in enumerate(results)]
-        body = part(graph, [(role, x) for role, (_, x) in zip(numbered, results, strict=True)], {})
+        body = cut_out(graph, [(role, x) for role, (_, x) in zip(numbered, results, strict=True)], {})
         parts = replace(parts, body=LazyGraphModule(parts.body, body), closing=closing, reduce=reduce)
         return parts, body, _Assignment(body, self.stages, gathered)
 
@@ -326,7 +326,7 @@ def _gathers_by_stage(parts: Phases) -> Phases:
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts
 
 
-def _reader(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
+def _first_use_of_params(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.Node | None:
     """Returns the first op of ``graph`` that computes with a parameter instead of only moving it; None if there is
     none. ``gathered``: names of arguments that are gathered parameters.
 
@@ -363,7 +363,7 @@ def _part_with_results(gm: fx.GraphModule | None, names: set[str]) -> fx.GraphMo
     them.
     """
     results = [] if gm is None else [(role, x) for role, x in ir.outputs(gm.graph) if role.name in names]
-    return LazyGraphModule(gm, part(gm.graph, results, {})) if gm is not None and results else None
+    return LazyGraphModule(gm, cut_out(gm.graph, results, {})) if gm is not None and results else None
 
 
 def _add_up(closing: fx.Graph, name: str, terms: list[str]) -> None:

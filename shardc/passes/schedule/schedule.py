@@ -89,8 +89,8 @@ class Schedule:
         awaited = {node: min((priority[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
         self._prefetch(fetches, awaited, priority, -2.0)
         sink_to_first_use(gm.graph, free.difference(fetches), priority)
-        _drain(gm.graph, collectives, free, priority, self.max_in_flight)
-        _drain(gm.graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
+        _place_final_waits(gm.graph, collectives, free, priority, self.max_in_flight)
+        _place_final_waits(gm.graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
         wanted = prioritize(gm.graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
             sink_to_first_use(gm.graph, free, priority)
@@ -169,7 +169,7 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
     reorder(graph, priority)
 
 
-def _drain(
+def _place_final_waits(
     graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float], limit: int
 ) -> None:
     """Sets where to wait for collectives whose results only leave the graph (such as reduced gradients), so that at

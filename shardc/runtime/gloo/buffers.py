@@ -81,7 +81,7 @@ class Arena:
 
         assert self._memory is not None
         tensor = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=first).view(list(shape))
-        _watch(tensor, gone)
+        _on_free(tensor, gone)
         return tensor
 
 
@@ -185,7 +185,7 @@ class Buffers:
                 return tensor
             self.strays += 1
         tensor = like.new_empty(shape)
-        _watch(tensor, lambda _: on_free())
+        _on_free(tensor, lambda _: on_free())
         return tensor
 
 
@@ -224,7 +224,7 @@ def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape), lambda: delattr(memory, "lender")
 
 
-def _watch(tensor: Tensor, gone: Callable[[object], None]) -> None:
+def _on_free(tensor: Tensor, gone: Callable[[object], None]) -> None:
     """Registers ``gone``, a function of one unused argument, to be called when the storage of ``tensor`` is freed."""
     weakref.finalize(tensor.untyped_storage(), gone, None).atexit = False
 

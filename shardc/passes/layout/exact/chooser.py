@@ -38,7 +38,7 @@ from shardc.passes.layout.exact.axis_strategies import (
 from shardc.passes.layout.exact.prices import Traffic, prices, traffic_of
 from shardc.passes.layout.exact.problem import Builder, Label, Table, Use, kernel_seconds
 from shardc.passes.layout.greedy import Greedy
-from shardc.passes.layout.propagate import Problem, decide, padded, pin, take
+from shardc.passes.layout.propagate import Problem, decide, lay_out_getitem, padded, pin
 from shardc.passes.layout.seed import gathered
 from shardc.passes.op_calls import operands_of
 from shardc.rules.spec import Spec, Strategy, merge, strategies
@@ -157,7 +157,7 @@ class LayoutProblem:
         """
         for node in self.graph.nodes:
             if node.target is getitem:
-                take(node)
+                lay_out_getitem(node)
             elif node in self.variable:
                 strategy = self.options[node][labels[self.variable[node]]]
                 if node.target is ops.tag:
