@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardc
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model, sharded
 
@@ -84,7 +84,7 @@ def as_fsdp2() -> None:
         mine = module.get_parameter(name).grad
         assert (mine is None) == (param.grad is None), name
         if mine is not None and param not in ignored:
-            close(whole(mine, module.shardc.spec.storages[name]), param.grad.full_tensor(), name)
+            close(unshard(mine, module.shardc.spec.storages[name]), param.grad.full_tensor(), name)
 
 
 def alone_without_communication() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardc
 from shardc.ir.comm_volume import tally
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 from tests.distributed.test_reshard_after_forward import model
 from tests.ranks import run_ranks
 from tests.state import close
@@ -52,7 +52,7 @@ def adds_up_as_fsdp2(plan: str, backend: str = "eager") -> None:
         ours(*rows(step)).backward()
         assert last or all(param.grad is None for param in ours.parameters())
     for name, param in theirs.named_parameters():
-        grad = whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
+        grad = unshard(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
         tolerance = 1e-5 if plan == "bf16" else 1e-9
         torch.testing.assert_close(grad, param.grad.full_tensor(), rtol=tolerance, atol=tolerance)
 
@@ -90,7 +90,7 @@ def mixes(plan: str) -> None:
     for step in range(3):
         plain(*rows(step)).backward()
     for name, param in plain.named_parameters():
-        theirs, mine = (whole(p.grad, plain.shardc.spec.storages[name]) for p in (param, ours.get_parameter(name)))
+        theirs, mine = (unshard(p.grad, plain.shardc.spec.storages[name]) for p in (param, ours.get_parameter(name)))
         close(mine, theirs, name)
 
 
@@ -129,7 +129,7 @@ def composes_as_fsdp2() -> None:
         assert held.scattered == (names if reduced == {"reduce_scatter"} else set()), step
         ours(*rows(step)).backward()
     for name, param in theirs.named_parameters():
-        close(whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name]), param.grad.full_tensor(), name)
+        close(unshard(ours.get_parameter(name).grad, ours.shardc.spec.storages[name]), param.grad.full_tensor(), name)
 
 
 def without_replicas() -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardc
 from shardc.ir.comm_volume import tally
 from shardc.passes import OnTheWire
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -71,7 +71,7 @@ def gathers_int8(backend: str, plan: shardc.Plan) -> None:
     expected.backward()
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
     for name, param in rounded.named_parameters():
-        grad = whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
+        grad = unshard(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
         torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-6)
     assert (F.mse_loss(source(rows()[0]), rows()[1]) - expected).abs() > 1e-6  # it was not sent as it was
 
@@ -87,7 +87,7 @@ def reduces_fp16_as_ddp() -> None:
         ours(x, y).backward()
         assert "f16" in ours.lower(*rows()).text("schedule.backward")
         for name, param in theirs.module.named_parameters():
-            grad = whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
+            grad = unshard(ours.get_parameter(name).grad, ours.shardc.spec.storages[name])
             torch.testing.assert_close(grad, param.grad, rtol=2e-3, atol=1e-4)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardc
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 from tests.distributed.test_checkpoint import STEPS, adamw, resumes, state_of, train, trained
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model
@@ -123,7 +123,7 @@ def mean_is_divided_once() -> None:
         F.mse_loss(module(x), y).backward()
         for name, param in peer.named_parameters():
             if param.grad is not None and param not in ignored:
-                mine = whole(module.get_parameter(name).grad, module.shardc.spec.storages[name])
+                mine = unshard(module.get_parameter(name).grad, module.shardc.spec.storages[name])
                 close(mine, param.grad.full_tensor() * factor, name)
 
 

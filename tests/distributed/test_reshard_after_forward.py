@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardc
-from shardc.runtime.full_params import whole
+from shardc.runtime.full_params import unshard
 from tests.ranks import run_ranks
 from tests.state import close
 
@@ -41,12 +41,14 @@ def trains_as_fsdp2(backend: str, level: int = 3) -> None:
         F.mse_loss(theirs(x), y).backward()
         ours(x, y).backward()
         for name, param in theirs.named_parameters():
-            close(whole(ours.get_parameter(name).grad, ours.shardc.spec.storages[name]), param.grad.full_tensor(), name)
+            close(
+                unshard(ours.get_parameter(name).grad, ours.shardc.spec.storages[name]), param.grad.full_tensor(), name
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for name, param in theirs.named_parameters():
-            close(whole(ours.get_parameter(name), ours.shardc.spec.storages[name]), param.full_tensor(), name)
+            close(unshard(ours.get_parameter(name), ours.shardc.spec.storages[name]), param.full_tensor(), name)
 
 
 def a_change_between_is_refused() -> None:

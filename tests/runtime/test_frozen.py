@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardc.ir.gc_control import outgrown
-from shardc.runtime.host import frozen
+from shardc.runtime.host import cheap_garbage_collection
 
 
 class Ring:
@@ -29,7 +29,7 @@ def thawed() -> Iterator[None]:
 def test_a_collection_leaves_out_what_was_there_before_and_takes_the_rest() -> None:
     before = Ring()
     old = weakref.ref(before)
-    with frozen():
+    with cheap_garbage_collection():
         del before
         new = weakref.ref(Ring())
         gc.collect()
@@ -41,8 +41,8 @@ def test_a_collection_leaves_out_what_was_there_before_and_takes_the_rest() -> N
 
 
 def test_a_block_within_one_thaws_nothing() -> None:
-    with frozen():
-        with frozen():
+    with cheap_garbage_collection():
+        with cheap_garbage_collection():
             pass
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
@@ -50,14 +50,14 @@ def test_a_block_within_one_thaws_nothing() -> None:
 
 def test_what_a_user_froze_stays_frozen() -> None:
     gc.freeze()
-    with frozen():
+    with cheap_garbage_collection():
         pass
     assert gc.get_freeze_count() > 0
 
 
 def test_an_error_thaws() -> None:
     asked = gc.get_threshold()
-    with pytest.raises(ZeroDivisionError), frozen():
+    with pytest.raises(ZeroDivisionError), cheap_garbage_collection():
         assert gc.get_threshold()[0] > asked[0]
         1 / 0  # noqa: B018
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == asked
@@ -67,7 +67,7 @@ def test_collections_that_a_user_switched_off_stay_off() -> None:
     asked = gc.get_threshold()
     gc.set_threshold(0)
     try:
-        with frozen():
+        with cheap_garbage_collection():
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*asked)
