@@ -42,7 +42,7 @@ def named(waits: dict[int, list[int]], silent: tuple[int, ...] = ()) -> dict[int
     bounded = BoundedStore(store, timedelta(seconds=20))
     for rank, of in waits.items():
         ranks[rank].give_up(bounded, of, call)
-    return {rank: ranks[rank].first(bounded, of) for rank, of in waits.items()}
+    return {rank: ranks[rank].to_look_at(bounded, of) for rank, of in waits.items()}
 
 
 @pytest.mark.parametrize(
