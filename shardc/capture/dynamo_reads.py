@@ -210,6 +210,7 @@ def reads_of(
         source = guard.originating_source
         guarded = source.name if isinstance(source.name, str) else source.name()
         text = _expression(guarded, imported, output.global_scope, scopes)
+        # Not of the model, the loss or a global; or checked by other means; or read by the tracer itself.
         if text is None or kind in _CHECKED_ELSEWHERE or _TRACING_MODULES.search(text):
             continue
         what, key = _CHECKED_PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))

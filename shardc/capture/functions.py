@@ -183,7 +183,7 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
     results: list[Any] = list(next(iter(reversed(step.nodes))).args[0])
     for node in step.nodes:
         if node.op == "call_function" and all(x in env for x in node.all_input_nodes) and node.all_input_nodes:
-            env[node] = node  # until it is needed outside
+            env[node] = node  # can move out of the loop; `_copy_to_outer` replaces it by its copy there
     remaining = [at for at, x in enumerate(results) if at < carries or x not in env]
     for user in list(scan.users):
         if user.args[1] in remaining:

@@ -101,6 +101,7 @@ class _Lookup:
         """
         if not self.plain or not any(self.by_place):
             return None
+        # The table's dims that are read in order come first, then those with another index, then those without one.
         ordered, others, tail = self._parts()
         x = self._call(aten.permute.default, self.node.args[0], [*ordered, *others, *tail])
         rest = self._rest()

@@ -151,6 +151,7 @@ class _Order:
             end += 1
         if begin < 0 or any(keys[at] != keys[at + size] for at in range(begin, last - size + 1)):
             return
+        # The first segment may begin earlier, as long as ops repeat at the same distance.
         first = begin
         while first > 0 and begin - first < size and keys[first - 1] == keys[first - 1 + size]:
             first -= 1

@@ -503,11 +503,11 @@ class Names:
                 continue
             family, first, second = _numbers(early, late)
             stride = second - first
-            behind = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
-            family_count = self._families.get(family, (stride, behind, step))
+            first_after = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
+            family_count = self._families.get(family, (stride, first_after, step))
             if stride <= 0 or family_count[0] != stride:
                 raise NotPeriodic(f"{early} and {late} do not count on evenly")
-            self._families[family] = (stride, min(family_count[1], behind), step)
+            self._families[family] = (stride, min(family_count[1], first_after), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
         """Returns the record of a node that is copied from the node of ``record``, ``shift`` blocks later; ``placed``:
@@ -536,8 +536,8 @@ class Names:
         if self._split(name) or (numbered := self._family(name)) is None:
             return self.module(name, shift)
         family, at, value = numbered
-        stride, behind, step = self._families[family]
-        blocks = self.missing * (value >= behind)
+        stride, first_after, step = self._families[family]
+        blocks = self.missing * (value >= first_after)
         if placed:
             blocks = shift if step > 0 else self.missing - shift
         return _with_number(name, at, value + stride * blocks)

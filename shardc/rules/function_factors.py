@@ -335,6 +335,7 @@ class Factored:
         leading = 1 if kind == "cond" else 0  # the predicate
         values, rows = list(call.operands[leading:]), list(self.operands[leading:])
         time: Row = ()
+        # Dim 0 of each sequence of a scan is time; a step gets a slice, which has the other dims.
         for at in range(counts[0], sum(counts)) if kind == "scan" else ():
             (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
             time = time or self.sub_dims.new(steps)
@@ -346,6 +347,7 @@ class Factored:
         for graph, (arguments, results) in zip(self.function.graphs, self.flows, strict=True):
             typed = [(values[at], rows[at]) for at, _ in arguments]
             self.graphs.append(Graph(graph, [x for x, _ in typed], [x for _, x in typed], self.sub_dims, spec_of))
+            # What a step returns for a carry is its operand in the next step: their sub-dims are the same.
             for result, number in zip(self.graphs[-1].results, results, strict=False):
                 if number is not None:
                     self._join(rows[carried[number]], result)

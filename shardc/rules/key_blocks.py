@@ -327,6 +327,7 @@ class KeyBlocks:
                     axis_offset if query_offset is None else self.run(aten.add.Tensor, query_offset, axis_offset)
                 )
                 key_offset = term if key_offset is None else _add(self.run, key_offset, term)
+            # Causal: query i sees key i of the block only if the block's keys do not come later.
             later = None
             own_piece = not self.gathers and source == 0 and stripes_per_rank == 1
             if not own_piece and not (isinstance(key_offset, int) and key_offset == 0):

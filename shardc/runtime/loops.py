@@ -213,6 +213,7 @@ class Microstep:
     ) -> None:
         self.program, self.loops, self.trains = program, loops, grad and program.trains
         self._grads: dict[str, Any] | None = None
+        # Gradients of a loss are computed at once, for tangent 1: a backward scales them by its tangent.
         if self.trains and program.loss is not None:
             ports = (port for half in program.step() for port in half.takes)  # also of loops before the forward
             like = next(port.example for port in ports if port.role.kind == "tangent")

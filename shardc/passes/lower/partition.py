@@ -64,6 +64,7 @@ class Partition:
                 self._mark(node, level)
         recomputed = runs_again(graph, self.collectives)
         for node in graph.nodes:
+            # Gathers of parameters are marked already.
             if "recompute" in node.meta or node.op != "call_function":
                 continue
             origin = ir.info(node).origin

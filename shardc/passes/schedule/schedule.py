@@ -84,6 +84,7 @@ class Schedule:
             for wait in waits_of(node):
                 priority[wait] = min((priority[user] for user in wait.users), default=float("inf")) - 0.25
         collectives = [node for node in starts if move_kind(node) is None]
+        # Gathers first, then what these may wait for: moves to the device and float8 maxima.
         self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, -1.0)
         sink_to_first_use(gm.graph, free, priority)
         awaited = {node: min((priority[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}

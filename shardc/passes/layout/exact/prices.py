@@ -162,6 +162,7 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     kinds = _kinds(codes)
     masks = {kind: ((kinds == kind) << np.arange(len(parts))).sum(axis=2) for kind in _STEPS}
     count = sum((mask != 0).astype(int) for mask in masks.values())
+    # One kind of change, or any slices and reductions; a gather or an exchange stands alone.
     fits = ((count == 1) | ((masks[_GATHER] == 0) & (masks[_EXCHANGE] == 0))) & (kinds != _NEVER).all(axis=2)
     np.fill_diagonal(fits, False)
     table = np.where(np.eye(len(layouts), dtype=bool), 0.0, np.inf)
