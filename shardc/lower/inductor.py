@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from operator import attrgetter
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -276,6 +276,10 @@ def _decomposed(
     table = {**widened(select_decomp_table()), **float8_ops.WRITTEN_OUT, **kernels}
     with mode, torch.no_grad():
         decomposed = make_fx(gm, decomposition_table=table)(*inputs)
+    # torch's kernel of flex_attention for few queries lacks the third result, which Inductor would look up unread.
+    for node in decomposed.graph.find_nodes(op="call_function", target=getitem):
+        if not node.users:
+            decomposed.graph.erase_node(node)
     # Inductor may change the strides of results that the user does not see, but the backward half is compiled for
     # those of the trace.
     last = output_node(decomposed.graph)
