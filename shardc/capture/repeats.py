@@ -386,7 +386,9 @@ def _draws(func: Callable[..., object], args: Frozen) -> bool:
 
 
 def _tokens(leaves: Sequence[object]) -> dict[Token, int]:
-    """Return token -> its index in ``leaves``, for the tokens (recorded tensors) among these."""
+    """Return `Token` -> its (last) index in ``leaves``, for each tensor in these leaves of recorded arguments or
+    results. (A token stands for a tensor there.)
+    """
     return {x: at for at, x in enumerate(leaves) if isinstance(x, Token)}
 
 

@@ -282,8 +282,9 @@ class _Loop:
         return False
 
     def _provides_uses(self, at: int) -> bool:
-        """Return whether a scan can provide the values of call number ``at`` to everything that uses them outside of
-        the segments. Adds these uses to ``collected`` and ``last``.
+        """Return whether a scan over the segments (the loop's unrolled steps) can provide the values of call number
+        ``at`` to all users outside of the loop. Adds a ``stack`` or ``cat`` of all its values to ``collected``, and
+        ``at`` to ``last`` if the last step's value alone is used.
         """
         outside: dict[fx.Node, list[int]] = {}
         for k, nodes in enumerate(self.segments):

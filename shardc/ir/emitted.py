@@ -119,7 +119,8 @@ class Uses:
 
 
 def uses_of(source: str) -> Uses:
-    """Return the `Uses` of the function ``call`` in Inductor's code ``source``.
+    """Return the lifetimes (`Uses`) of collectives' results and of arguments in the function ``call`` of Inductor's
+    code ``source``.
 
     A result is in use until the last name for its memory is deleted. Inductor fuses ops and reuses memory (``buf9 =
     buf8; del buf8  # reuse``), so lifetimes differ from the graph's.

@@ -502,8 +502,8 @@ class Executable(ABC):
         return self._actions[rank, training and self.trains][1]
 
     def received(self, rank: int, training: bool = True) -> list[int]:
-        """Return one number for each of the rank's `actions`: for a message that it receives, how many of the rank's
-        messages the sender had received before it sent this one, so that the rank can free them; 0 for others.
+        """Return one number for each of the rank's `actions`. For the receipt of a message, it is the number of this
+        rank's own messages that the other rank had received before: this rank can free those. Otherwise 0.
         """
         key = rank, training and self.trains
         if key not in self._received:

@@ -496,10 +496,11 @@ def canonical_runs(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """Distribute the ``runs`` of a dim that is a product of factors over these factors, which have ``sizes`` elements
-    (major to minor, without padding). Return the runs of each factor.
+    """Split the ``runs`` of a dim among the factors of which the dim is the product, as a reshape would. ``sizes`` are
+    the factors' sizes without padding, major to minor. Return the runs of each factor.
 
-    Returns None if a padded run spans two factors.
+    Returns None if a run cannot be cut between two factors so that all padding stays in the major one, or the sizes do
+    not fit.
 
     >>> share_out((Run(12, 10),), [5, 2])
     [(Run(size=6, true=5, axes=()),), (Run(size=2, true=2, axes=()),)]

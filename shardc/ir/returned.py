@@ -163,8 +163,8 @@ def _stays_view(node: fx.Node) -> bool:
 
 
 def _has_siblings(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether a view, or a tensor that it is a view of, is one of several views that one op returns, such as
-    ``split``.
+    """Return whether one of ``nodes``, a view and the chain of tensors that it is a view of, is one of several results
+    of one op, such as ``split``. The owner of the memory, the last node, does not count.
 
     Args:
         nodes: the view and the tensors that it is a view of, the owner of the memory last.

@@ -222,8 +222,8 @@ class StageRuns:
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
-    """Return one number for each action of ``rank``: for a message that it receives, how many of the rank's messages
-    the sender had received before it sent this one, so that the rank can free them; 0 for other actions.
+    """Return one number for each action of ``rank``. For the receipt of a message, it is the number of this rank's own
+    messages that the other rank had received before it sent that message: this rank can free those. Otherwise 0.
 
     Args:
         lists: the actions of each rank, messages among them.

@@ -64,8 +64,8 @@ class _OfNumbers(fx.Interpreter):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `flex` or `flex_gradient`, with what torch's ``flex_attention`` takes in place of its arguments: score
-    and mask functions of numbers, and the tensors that these capture.
+    """A call of `flex` or `flex_gradient`, translated for torch's ``flex_attention``: it makes the score and mask
+    functions of one element (zero-dim tensors), the tensors that they capture, and the block mask.
 
     Args:
         body, keys: as of `shardc.custom_ops.flex_ops.flex`.

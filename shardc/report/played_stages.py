@@ -290,7 +290,7 @@ class Played:
         return done
 
     def costs(self) -> Iterator[StageCost]:
-        """Yield the costs of each stage."""
+        """Yield the predicted costs of each pipeline stage, as a `StageCost`."""
         count = len(self.flow.schedule.rank_of)
         for stage, rank in enumerate(self.flow.schedule.rank_of):
             first, _, last = self._in_parts(rank)

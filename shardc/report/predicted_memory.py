@@ -29,7 +29,8 @@ OWNERS = ("parameters", "optimizer", "inputs", "gradients", "activations", "gath
 
 @dataclass(frozen=True)
 class Sample:
-    """The memory allocated while one op runs, by owner.
+    """The bytes that are allocated at the time an op runs, by what they hold (`OWNERS`: parameters, activations, and so
+    on).
 
     Args:
         at: position of the op in the step's sequence.

@@ -418,8 +418,8 @@ class Factored:
         return after
 
     def _keep_consistent(self) -> None:
-        """Forbids splits of a sub-dim over which some result is a pending sum, if another result would be split and
-        pending over it at once, or a pending sum over other sub-dims only.
+        """Forbids splits of a sub-dim over which some result is a pending sum, unless each result is split by it, is
+        pending over it (not both), or has no pending sum at all.
         """
         for sub_dim in NOTHING.union(*self.pending):
             for rows, pending in zip(self.results, self.pending, strict=True):

@@ -110,8 +110,8 @@ class KeyBlocks:
                 yield KeyBlock(*self._ways(number), source=number, columns=self._columns(number))
 
     def _columns(self, *numbers: int) -> Emitted:
-        """Return the global positions of the keys of the ranks ``numbers`` (see `_coordinates`), emitted once: int64
-        [k].
+        """Return the global positions of the keys of several ranks, one rank after the other: int64 [k], emitted once.
+        ``numbers`` are the ranks' numbers (in a ring, their distances from this rank), as in `_coordinates`.
         """
         key = ("columns", self.gathers, self.sent, self.key.shape[2], self.key.dims[2], numbers)
         return self.local.builder.once(key, lambda: self._key_positions([self._coordinates(n) for n in numbers]))

@@ -259,7 +259,9 @@ def rule(
 
 
 def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, str]) -> None:
-    """Raise RuleError if a name in ``factors`` is not in the text, or a kind is unknown."""
+    """Raise RuleError if a key of ``factors`` is not a factor in ``text``, or its value is neither a reduce op nor
+    "whole".
+    """
     for factor, kind in factors.items():
         if factor not in _names(sides):
             raise RuleError(f"the rule {text!r} of {op} has no factor {factor!r}", fix="name a factor of the text")

@@ -1,4 +1,5 @@
-"""Ops that compute with indices along a split dim: global indices of this rank's elements, and local indices.
+"""Emits index arithmetic for the rules of ops that index a split dim: global indices of this rank's elements, local
+indices of its shard from global ones, and range checks.
 
 ``shardc_checks::in_range(index, size)`` returns ``index``, and raises IndexError if an entry is below 0 or >= ``size``:
 a rank with a shard of a table would take a wrong id for another rank's. On an accelerator it is a device assertion.

@@ -144,8 +144,8 @@ class ProgramCache:
         self._identities: IdentityGuards | None = None
 
     def current_snapshot(self) -> ModuleSnapshot:
-        """Returns the module's current snapshot. Empties ``calls``, the cached facts about calls, if the module or an
-        object that captures read has changed.
+        """Returns the current `ModuleSnapshot` of the module. If it is a new one, or if the quick checks of the objects
+        that captures have read (`IdentityGuards`) fail, ``calls``, the cached facts about calls, is emptied first.
         """
         snapshot = self.params.current_snapshot()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():

@@ -102,7 +102,9 @@ class Pinner:
 
 
 def _parent(name: str) -> str:
-    """Return the parent of a module, by name. The module is the one whose boundary is marked by the tag ``name``."""
+    """Return the name of the parent of a module, given ``name``, a tag at the module's boundary: ``layers`` for the tag
+    ``layers.0.output.0``.
+    """
     return name.rsplit(".", 2)[0].rpartition(".")[0]
 
 

@@ -449,8 +449,9 @@ class Search:
         return bound
 
     def stalls(self, before: float, bound: float, batches: int) -> bool:
-        """Return whether message passing should stop: the last batch of sweeps raised the lower bound too little (from
-        ``before`` to ``bound``) or, while no labelling of finite cost is known, there were `HOPEFUL` batches.
+        """Return whether message passing has stalled. While no labelling of finite cost is known: after `HOPEFUL`
+        batches of sweeps. Later: if the last batch, from ``before`` to ``bound``, closed too small a share of the gap
+        to the best cost.
 
         Args:
             batches: number of batches so far.

@@ -303,7 +303,7 @@ def axis_names(axis: object, entry: str) -> tuple[str, ...]:
 
 
 def check_apart(entries: Sequence[Entry]) -> None:
-    """Raise PlanError if two data-parallel entries share some of their axes."""
+    """Raise PlanError if two data-parallel entries have an axis in common."""
     data = [entry for entry in entries if isinstance(entry, Data)]
     for at, entry in enumerate(data):
         for earlier in data[:at]:
