@@ -189,7 +189,8 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
 
 
 def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[aot.AOTOutput]) -> None:
-    """Records the `Role` of each output (model output, gradient, buffer) in the output node; drops other results.
+    """Records the `Role` of each output (model output, gradient, buffer) in the output node, and which outputs repeat
+    an earlier one; drops other results.
 
     Args:
         duplicates: the descriptors of outputs that are the same tensor as an earlier output.

@@ -285,10 +285,12 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
         if not match[1].startswith("___unnamed_scope"):
             return match[0]
         module_globals = scope[match[1]]
-        if str(module_globals.get("__name__")).startswith("namedtuple_"):  # of a class from `namedtuple`: constant
+        # Of a class from `namedtuple`, which is constant and needs no guard: a "G[" that is left makes the result None.
+        if str(module_globals.get("__name__")).startswith("namedtuple_"):
             return "G[0]"
-        values = list(scopes.values())
-        scope_name = f"globals{values.index(module_globals) if module_globals in values else len(values)}"
+        # By identity: scopes with equal values are different ones.
+        at = next((at for at, x in enumerate(scopes.values()) if x is module_globals), len(scopes))
+        scope_name = f"globals{at}"
         scopes.setdefault(scope_name, module_globals)
         return f"scope({scope_name!r})"
 

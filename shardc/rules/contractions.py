@@ -125,7 +125,7 @@ MATRIX_FUNCTIONS = table(
 
 class _Image:
     """Loops of a convolution: input ``n (g c) X``, weight ``(g o) c K`` (``(g c) o K`` if transposed), output
-    ``n (g o) Y``.
+    ``n (g o) Y``. ``kinds`` has the kind (free, whole, a reduction) of the loops n, c and o that are not free.
     """
 
     def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:

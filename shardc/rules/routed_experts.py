@@ -380,8 +380,8 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
         every, outputs = [], []
         for rows in _rows(local):
             computed = local.builder.call(
-                expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, _waits(rows),
-                body,
+                expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected,
+                _host_may_wait(rows), body,
             )  # fmt: skip
             every.append(rows)
             outputs.append(_unpack(local, computed, 1 + len(body_of(body).saved)))
@@ -390,7 +390,7 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
     return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
 
 
-def _waits(rows: _Rows) -> bool:
+def _host_may_wait(rows: _Rows) -> bool:
     """Return whether the experts' kernel may let the host wait for the number of ``rows``; False if they were received
     in blocks of fixed size.
     """
@@ -433,7 +433,7 @@ def _gradient_local(local: Local) -> Emitted:
     for rows, (_, *saved), grad in zip(every, outputs, grads, strict=True):
         computed = call(
             expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
-            _waits(rows), local.call["body"],
+            _host_may_wait(rows), local.call["body"],
         )  # fmt: skip
         dx, scale, *of_params = _unpack(local, computed, 2 + len(params))
         terms.append(of_params)

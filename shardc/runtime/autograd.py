@@ -500,6 +500,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
     """
     if runner.splits_outputs or runner.units_checked or not torch.is_grad_enabled():
         return
+    # The gradient of a replicated input is the same in both.
     work: list[Node | None] = [
         x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound
     ]

@@ -91,7 +91,9 @@ def call_around(
 
 
 def _referenced_by(x: object) -> Iterable[object]:
-    """Returns the objects that ``x`` refers to directly; none for modules, classes and code."""
+    """Returns the objects that ``x`` refers to directly, for the search of `_leads_to_forward`. None for modules,
+    classes and code: nearly everything can be reached from these, also what a wrapper does not call.
+    """
     if isinstance(x, nn.Module | ModuleType | type | CodeType | str | bytes):
         return ()
     if isinstance(x, MethodType):

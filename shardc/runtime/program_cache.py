@@ -136,12 +136,12 @@ class ProgramCache:
         self.runners: dict[int, Runner] = {}
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
-        self._snapshot: ModuleSnapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None  # of the module at the last call
         # id of a program from the store -> that program, which keeps the id taken, and the same with its stages.
         self._shown: dict[int, tuple[Executable, Executable]] = {}
         self._unused: list[CacheKey] = []  # of programs of precompiled=, until one fits a call
         self._holding: set[tuple[Guards, bool]] = set()  # guards that hold, and whether gradients are recorded
-        self._identities: IdentityGuards | None = None
+        self._identities: IdentityGuards | None = None  # quick checks of the objects that captures have read
 
     def current_snapshot(self) -> ModuleSnapshot:
         """Returns the current `ModuleSnapshot` of the module. If it is a new one, or if the quick checks of the objects

@@ -253,8 +253,13 @@ class RankConsistency:
         Raises:
             MeshError: the wait failed because ranks differ, or because another rank raised.
         """
+
+        def call_roll(store: dist.Store) -> None:
+            self._log(store, ["roll"])
+
+        # Publishes for whom this rank waited. The first rank to do so calls the roll, which live ranks answer.
         with suppress(RuntimeError):  # the store is gone
-            self._lost.give_up(self._connected(), ranks, lambda store: self._log(store, ["roll"]))
+            self._lost.give_up(self._connected(), ranks, call_roll)
         if (different := self.cause_of_failure()) is not None:
             raise different
         try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.variables import torch as dynamo_torch
 
 import shardc
+from shardc.capture.dynamo_reads import _expression
 from shardc.errors import CaptureError
 
 SCALE = [2.0]
@@ -56,3 +57,12 @@ def test_those_of_torch_and_math_are_constants() -> None:
     model, x = Scaled("torch"), torch.ones(2, 4)
     module = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
     torch.testing.assert_close(shardc.Simulation(module)(x), model(x).detach())
+
+
+def test_globals_with_equal_values_are_two_scopes() -> None:
+    """Code that cannot be imported has globals of its own, also if another's have the same names and values."""
+    scope = {f"___unnamed_scope_{at}": {"TABLE": torch.ones(2)} for at in range(2)}
+    scopes: dict[str, object] = {}
+    texts = [_expression(f"G['{name}']['TABLE']", {}, scope, scopes) for name in (*scope, *scope)]
+    assert texts == ["scope('globals0')['TABLE']", "scope('globals1')['TABLE']"] * 2
+    assert [scopes[f"globals{at}"] is x for at, x in enumerate(scope.values())] == [True, True]

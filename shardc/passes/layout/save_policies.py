@@ -52,13 +52,14 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
         """Returns the number of the plan's checkpoint region that ``module`` is in; 0 for none."""
         return next((number for name, number in numbers.items() if not name or is_in(module, name)), 0)
 
-    in_memory = _in_memory(graph)
+    in_memory_anyway = _in_memory(graph)
     for node in calls:
-        origin = ir.info(node).origin
+        model_origin = origin = ir.info(node).origin
         for policy in about(origin.module):
             if policy.names(node.target):
-                origin = _with_policy(policy, origin, ir.info(node).origin, region_of(origin.module), node in in_memory)
-        ir.update(node, origin=replace(origin, region=ir.info(node).origin.region or origin.region))
+                region = region_of(origin.module)
+                origin = _with_policy(policy, origin, model_origin, region, node in in_memory_anyway)
+        ir.update(node, origin=replace(origin, region=model_origin.region or origin.region))
 
 
 def _with_policy(policy: SavePolicy, origin: Origin, model_origin: Origin, region: int, in_memory: bool) -> Origin:

@@ -110,12 +110,14 @@ class Seed:
             before: first use of the parameter.
         """
         dtype, stored = ir.value(source).dtype, seeded.storage.shape
-        on_shards = [] if source is node else [source, *_magnitudes(source)]
+        # What is computed from a shard is padded as it is; of a form in float8, so are the values its scale is from.
+        on_shards = [] if source is node else [source, *_float8_magnitudes(source)]
         for x in on_shards:
             ir.set_info(x, replace(ir.info(x), value=Value(ir.value(x).dtype, stored)))
             x.meta["val"] = x.meta["val"].new_empty(stored)
         padded, last, current = _repad(seeded.compute, stored), source, seeded.storage
         at = before if source is node else source.next
+        # A dim that compute splits, but cannot divide, is gathered at padded sizes first (`ParamPlan.split`).
         for layout in (seeded.split, padded):
             if layout is not None and layout != current:
                 place = rewriter.before(at, like=node, suffix="full")
@@ -185,14 +187,14 @@ def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node
     Float8 forms are quantised on shards. If ``padded``, a form with a scale for each row or column is not gathered.
     """
     forms = [user for user in param.users if user.target is QUANTISE and not (padded and ir.value(user.args[1]).shape)]
-    of_shard = {*forms, *(x for form in forms for x in _magnitudes(form))}
+    of_shard = {*forms, *(x for form in forms for x in _float8_magnitudes(form))}
     others = [user for user in param.users if user not in of_shard]
     source = others[0] if len(others) == 1 and _narrows(others[0]) else param
     rest = {} if not others else {source: others if source is param else list(source.users)}
     return {form: list(form.users) for form in forms} | rest
 
 
-def _magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
+def _float8_magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
     """Returns a tuple of one node, the absolute values from which the scale of ``form`` (a float8 form of a parameter)
     is computed. Returns () if ``form`` is not a float8 form.
     """
