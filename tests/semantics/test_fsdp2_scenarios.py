@@ -246,7 +246,7 @@ def gradients_by_name() -> None:
 
 
 def whole_of(module: Any, name: str, x: Any) -> Tensor:
-    return shardc.runtime.full_params.whole(x, module.shardc.spec.storages[name])
+    return shardc.runtime.full_params.unshard(x, module.shardc.spec.storages[name])
 
 
 # --- what is saved
