@@ -108,6 +108,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
     """
     mesh, cost = plan.mesh, options.cost
     settings = options.with_plan_settings(plan.plan, device)
+    # Settles the regather levels when the graph is partitioned: parameters stay unsharded as far as the budget goes.
     levels = partial(
         keep_within, mesh=mesh, levels={n: p.regather_level for n, p in plan.params.items()},
         budget=options.budget_bytes(), cost=cost, bucket=settings.bucket_bytes(),
@@ -178,6 +179,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             PlanMemory(mesh),
         )
     )  # fmt: skip
+    # None stands for all kinds of collectives.
     if (silent := options.silent()) != frozenset():
         passes = passes.after(PlanMemory.name, SkipCommunication(silent))
     if options.pipeline is not None:

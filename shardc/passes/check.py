@@ -84,6 +84,7 @@ class Verify(Hook):
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         """Raises VerifyError if the graph breaks an invariant of ``stage``."""
         last, state, self.spec = self.spec, State(gm.graph), stage if stage in SPECS else self.spec
+        # Neither the graph nor the spec that applies to it has changed.
         if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
             return
         self.state = state
@@ -131,16 +132,19 @@ class VerifyHalf(Hook):
     def _after(self, stage: str, gm: fx.GraphModule) -> None:
         """Checks the graph after the pass ``stage``, and records its state for the checks of the next pass."""
         last, self.state = self.state, State(gm.graph)
+        # A schedule is checked even if it changes nothing: from it on, waits have to be late.
         if stage not in self.overlaps and self.state.is_of(last):
             return
         subject = Subject(gm, self.mesh, no_rules, self.causes)
         _check(subject, stage, (*HALF, check_waits) if stage in self.overlaps else HALF, stage not in ON_HALVES)
         if stage not in KEEP_VALUES:
             self.prints = None
+        # The same ops in another order have the same fingerprints.
         elif not self.state.computes(last):
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
             if (other := same(self.values, of_outputs(gm.graph, self.prints))) is not None:
                 raise broken(subject, stage, ir.output_node(gm.graph), other)
+        # Later checks take such a result's fingerprint from the collective whose place it takes.
         if stage == ALGORITHMS and self.prints is not None:
             self.replaced = reimplemented(gm.graph, self.prints, self.replaced)
         if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:
@@ -232,6 +236,7 @@ def check_waits(subject: Subject) -> Broken:
             blocking = _first_compute(graph, nodes[place[wait] + 1 : first])
         elif start in leaves:  # a second reduction, which starts when the first is done
             continue
+        # No collective starts between its start and its wait, though compute follows that it could overlap with.
         elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
             blocking = _first_compute(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
         else:

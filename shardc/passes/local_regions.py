@@ -126,6 +126,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
         with on_ranks(Ranks(mesh, dict(zip(mesh.axes, indices, strict=True)))):
             if node.target is CALL:
                 return region.run(tensors)
+            # Ranks with the same part of a result each take a share of its gradient, as their terms are summed.
             return region.gradients(tensors[:count], list(map(_part, tensors[count:], layouts)))
 
     with emitter.rewriter.fake_mode:

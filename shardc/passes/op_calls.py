@@ -262,6 +262,7 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
         part = sum(operands[at].local_numel * work.dtypes[at].itemsize for at in spec.routed.moving)
         trips, around = spec.routed.trips, spec.routed.around
         return computed + trips * passing_seconds(mesh, over_axes, part, computed / trips if around else None, cost)
+    # The elements of a row there and back together, half of which go each way.
     wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
     return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)
 

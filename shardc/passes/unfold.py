@@ -381,6 +381,7 @@ class _Unfolding:
         if block is None and isinstance(node, fx.Node):
             body, at = self.position.get(node, (None, 0))
             if (block := self._block(node)) is None and body is not None and body.whole:
+                # Backward runs from the last block to the first: what precedes the blocks there belongs behind them.
                 return self.missing if (at >= body.end) == (body.step > 0) else 0
             if block is None:
                 block = self.names.block_of(ir.info(node).name)
@@ -503,6 +504,7 @@ class Names:
                 continue
             family, first, second = _numbers(early, late)
             stride = second - first
+            # The family's number right behind the copied block.
             first_after = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
             family_count = self._families.get(family, (stride, first_after, step))
             if stride <= 0 or family_count[0] != stride:

@@ -38,6 +38,7 @@ class _FusedHeads:
         self.queries = query[2]
         self.b, g = loops.dim("b", query[0], kind), loops.dim("g", key[1], kind)
         h = (*g, *loops.dim("r", query[1] // key[1], kind))
+        # A causal kernel takes the first query that it gets for the first of the sequence.
         q = loops.dim("q", query[2], WHOLE if call["is_causal"] or self._pads_rows() else kind)
         k, e, f = loops.dim("k", key[2], WHOLE), loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
         self.query, self.key, self.value = (self.b, h, q, e), (self.b, g, k, e), (self.b, g, k, f)
@@ -236,6 +237,7 @@ class Attended:
         self.many = True
         combined = self.run(aten.logaddexp.default, self.sums, sums)
         base = self._base(combined)
+        # Each block's output is divided by the sum over its own keys, so it is weighted by its share of all.
         first, second = (
             self.run(aten.mul.Tensor, wide(self.local, x), self._share(part, base))
             for x, part in ((self.out, self.sums), (out, sums))
@@ -270,9 +272,11 @@ def _call_local(local: Local) -> Emitted:
     """Emit attention of this rank's queries to all keys, block by block; return [output, log-sum-exp]."""
     run, sequence, attended = local.builder.call, KeyBlocks(local), Attended(local)
     scale, query = local.call["scale"], local.operand("query")
+    # Where their shapes allow it, keys and values travel as one tensor.
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     for block in sequence.blocks():
         k, v = sequence.parted([block.take(x) for x in reached])
+        # Keys beyond ``keys`` are padding; in a block of split keys the bias hides these.
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
         outputs = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
         o, s = run(getitem, outputs, 0), run(getitem, outputs, 1)

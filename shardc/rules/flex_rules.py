@@ -84,6 +84,7 @@ class _Positions:
         """Emit the global positions of this rank's elements along ``dim`` of the query; None if they are 0, 1, ..."""
         layout = self.local.operand_layout("query")
         at = self.local.call.position("query") or 0
+        # True sizes are listed by dims of all operands; those before the query have four dims each.
         size = self.local.true_size(4 * at + dim, layout.shape[dim])
         if not layout.dim_axes(dim) and size == layout.shape[dim]:
             return None
@@ -101,6 +102,7 @@ class _Positions:
         local, builder = self.local, self.local.builder
         where = self.same | ({} if block.columns is None else {"columns": block.columns})
         op = mask_op(builder.device)
+        # The kernel of such a device evaluates the mask at each call.
         if op is None:
             return where
         *batch_heads_rows, _ = builder.shape(local.operand("query"))

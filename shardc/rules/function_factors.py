@@ -205,6 +205,7 @@ class Graph:
             self.rows[node] = [[new(n, whole=True) for n in value.shape] if value else [] for value in call.results]
             return
         routed = () if spec.routed is None else (spec.routed.rows, spec.routed.owners)
+        # In a function, no rank sends to another: what an op finds by its place, or routes, stays whole.
         placed = {*spec.indexed, *spec.ordered, *routed}
         factors = {f: new(n, f in placed or not _splits(spec, f)) for f, n in spec.sizes}
         for x, dims in zip(operands, spec.operands, strict=True):

@@ -50,6 +50,7 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
     factored = Factored(local.call, spec_of)
     on_rank = _OnRank(local, factored, find_rule)
     operands: list[Emitted] = list(local.operand("operands"))
+    # A carry that becomes a pending sum starts as one: with its value on one rank and zeros on the others.
     for at, pending in enumerate(factored.carried[: factored.initial]):
         operands[at] = term(local.builder, operands[at], on_rank.axes(pending))
     bodies = [on_rank.body(graph) for graph in factored.graphs]
@@ -133,6 +134,7 @@ class _OnRank:
             elif node.op == "call_function":
                 env[node] = self._op(graph, node, env, builder)
         builder.results = [env[node] for node in graph.outputs]
+        # The branches must leave the same sums pending; a result that one of them has whole is made a term.
         if self.factored.function.kind == "cond":
             wanted = zip(builder.results, graph.outputs, self.factored.pending, strict=True)
             builder.results = [term(builder, x, self.axes(all - graph.pending[node][0])) for x, node, all in wanted]

@@ -141,6 +141,7 @@ def _lookup_local(local: Local) -> Emitted:
     if not split(local.operands[0], dim):
         return local.same(index=index)
     index, mask = to_local_indices(local, local.operands[0], dim, index)
+    # An index of one dim (`index_select`): its mask applies along the indexed dim.
     if len(local.call.operands[1].shape) != len(local.call.operands[0].shape):
         mask = align(local, mask, len(local.results[0].shape) - dim - len(local.call.operands[1].shape))
     return zero_unless(local, mask, local.same(index=index))

@@ -61,6 +61,7 @@ class KeyBlocks:
         self.mesh = local.operands[0].mesh
         self.query, self.key = local.operand_layout("query"), local.operand_layout("key")
         split = self.key.dim_axes(2)
+        # Axes that split queries as well: keys travel over these. Over the others a sum is left pending.
         both = [axis for axis in self.query.dim_axes(2) if axis in split]
         self.sent = tuple(sorted(both, key=self.mesh.order))
         self.pending = tuple(sorted((axis for axis in split if axis not in both), key=self.mesh.order))
@@ -329,6 +330,7 @@ class KeyBlocks:
                 key_offset = term if key_offset is None else _add(self.run, key_offset, term)
             # Causal: query i sees key i of the block only if the block's keys do not come later.
             later = None
+            # A rank's own keys have the offsets of its queries, so none comes later.
             own_piece = not self.gathers and source == 0 and stripes_per_rank == 1
             if not own_piece and not (isinstance(key_offset, int) and key_offset == 0):
                 later = self.run(aten.squeeze.dim, self._before(query_offset, key_offset), 0)
@@ -398,6 +400,7 @@ class KeyBlocks:
             mask = run(aten._to_copy.default, hidden, dtype=dtype)
             mask = run(aten.where.ScalarOther, hidden, run(aten.full_like.default, mask, -inf), 0.0)
             bias = mask if bias is None else run(aten.add.Tensor, bias, mask)
+        # A query sees no key of a block of all keys only if it sees none on a single device.
         if bias is None or self.whole or (self.gathers and not self.pending):
             return bias, None
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)

@@ -188,6 +188,7 @@ def run(
     Return a description of the failure, or None if it passes.
     """
     inferred = infer(spec, strategy.operands) if strategy.operands else strategy.results
+    # An axis that splits only factors of results is in no operand, so nothing follows from these.
     bound_axes = {axis for layout in strategy.operands for axis in layout.axes}
     if isinstance(inferred, str) or (bound_axes == set(ranks.mesh.axes) and inferred != strategy.results):
         return f"inferred {inferred}"

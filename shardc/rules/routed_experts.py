@@ -69,6 +69,7 @@ def _call(call: Call) -> Spec:
         *_params(loops, 3),
     ]
     spec = loops.spec(operands, [(operands[0][0], loops.dim("o", out_width, WHOLE))], linear=[{2}])
+    # A row goes there with its weight, and its result comes back.
     return _routed(call, spec, choices, loops.shapes[0][1] + out_width + 1)
 
 
@@ -246,9 +247,11 @@ def _recorded_choices(local: Local) -> Emitted:
     result: the choices, with those of padded tokens spread over all experts.
     """
     mesh = local.operands[0].mesh
+    # Microbatches follow one another on a rank: there is no group of them.
     on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
     split = sorted(on_ranks, key=mesh.order)
     over = local.builder.group(tuple(split))[1] if split else ""
+    # True sizes are listed by dims of all operands.
     first = local.call.position("params") or 0
     dims = sum(len(operand.shape) for operand in local.call.operands[:first])
     experts_in_all = local.true_size(dims, local.call.operands[first].shape[0])
@@ -295,6 +298,7 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Sent,
         take, home, counts, most = _unpack(local, blocks, 4)
         fullest = most if fullest is None else call(aten.maximum.default, fullest, most)
         out.append((_Sent(local, of, of.ranks * block, take, home), counts))
+    # The fullest block and the rank that has it, as one number, of which the maximum is taken.
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
     number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
     _, group = local.builder.group(_sent(local))
@@ -314,6 +318,7 @@ def _rows(local: Local) -> Iterator[_Rows]:
     """
     call = local.builder.call
     x, index, weight = local.operand("x"), _recorded_choices(local), local.operand("weight")
+    # Ranks that split the experts alone have the same tokens, and each computes a share of the rows.
     mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent(local))
     divided = prod(mesh.size(axis) for axis in unsent)
     if not _sent(local):
@@ -408,6 +413,7 @@ def _call_local(local: Local) -> Emitted:
     if (first := every[0].sent).most is None:
         return out
     _, ranks = _everyone(local)
+    # Rows that found no room are missing: the output then is NaN instead of wrong.
     room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype
     return call(aten.mul.Tensor, out, call(expert_ops.WITHIN, first.most, room, ranks, dtype))
 

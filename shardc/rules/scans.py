@@ -40,12 +40,14 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     turns = [run(aten.eq.Scalar, coordinate, place) for place in places]
     carried = _Carried(function)
     states = {at: operands[at] for at in carried.sent}
+    # To know the state, sums are not needed; a carry that never changes is an argument like others.
     state, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]
     size = pieces.size if steps is None else steps
     scaled = _scaled(local, carried, operands, rest, steps) if states else None
     # One rank after the other computes its last state, from the one that it received, and sends it on.
     for (before, now), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
         if scaled is None:
+            # Only the rank whose turn it is takes steps.
             count = run(aten.mul.Tensor, turn, size)
             results = run(local.call.target, [*states.values(), *rest], state.name, reverse, count)
             after = [run(getitem, results, number) for number in range(len(states))]
@@ -58,6 +60,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     initial = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
     results = run(local.call.target, initial, function.name, reverse, steps)
     out = [run(getitem, results, at) for at in range(len(local.results))]
+    # The last state is on the last rank: with zeros on the others, it is a pending sum.
     return [_only(local, turns[-1], x) if at in (*carried.sent, *carried.same) else x for at, x in enumerate(out)]
 
 
@@ -88,6 +91,7 @@ def _scaled(
     if function is None:
         return None
     like = [operands[at] for at in carried.sent]
+    # From zero the steps make the summand, from a product of one the scale.
     first = [run(aten.full_like.default, x, value) for value in (0, 1) for x in like]
     results = run(local.call.target, [*first, *rest], register(function).name, local.call["reverse"], steps)
     added, scales = ([run(getitem, results, side * len(like) + at) for at in range(len(like))] for side in (0, 1))

@@ -217,6 +217,7 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
     out: Assignment = {}
     for factors, digits in zip(dims, layout.dims, strict=True):
         out.update(_share_out(layout.mesh, tuple((f, spec.size(f), spec.splittable(f)) for f in factors), digits))
+    # Axes come first, so that each rank has one contiguous piece.
     for factor in spec.ordered & out.keys():
         out[factor] = canonical(layout.mesh, _in_order(out[factor]))
     return out
@@ -292,6 +293,7 @@ def results_of(
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
         present = {f for factors in dims for f in factors}
+        # A split does not change a replicated result; only ranks that take turns each have a term of it.
         if at in spec.replicated:
             present |= assignment.keys() - spec.in_turn
         # An axis that splits both factors of a `Routed` leaves a sum where a result has neither.
@@ -404,6 +406,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
         proposals += required_splits(spec, mesh, spec.routed, proposals)
     bound = [axis for p in proposals for digits in p.values() for _, axis in digits if axis is not None]
     parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
+    # Where operands have an axis and a part of it, each part gets a choice of its own.
     if any(len(cut) > 1 for cut in parts.values()):
         proposals = [{f: cut_digits(mesh, digits, parts.__getitem__) for f, digits in p.items()} for p in proposals]
     options: dict[str, list[tuple[str, object]]] = {}  # axis -> what may be done over it: (kind, details)

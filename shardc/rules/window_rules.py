@@ -78,6 +78,7 @@ class Pieces:
         """Return ``x`` (this rank's piece) extended by its neighbours: ``before`` elements in front and ``after``
         elements behind. Beyond the ends of the dim they are zeros.
         """
+        # A window that reaches beyond the last element has to find zeros in the padding.
         if after:
             x = self.without_filling(x)
         parts, shape = [x], self.layout.shape[self.dim]
@@ -97,6 +98,7 @@ class Pieces:
         """Return this rank's piece of the whole dim shifted by ``by`` places towards its end (towards its begin if
         negative). Elements that nothing is shifted to are zero.
         """
+        # Padding behind the last element moves in.
         if by < 0:
             x = self.without_filling(x)
         away, begin = divmod(-by, self.size)

@@ -73,6 +73,7 @@ class Attention:
                     self._check(node, entry)
                 applied.update(entries)
                 around = any(self._uses_ring(node, entry) for entry in entries)
+                # A backward kernel is listed once for each result of the forward that it reads.
                 for kernel in dict.fromkeys([*backward, node]):
                     if kernel.target in _FLEX:
                         _place(kernel, entries, around)
@@ -193,6 +194,7 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     scale = ir.value(query).shape[3] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
     how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *_split(entries), around)
     tensors = (query, key, arguments["value"])
+    # A backward kernel reads the result of its forward.
     if "out" in arguments:
         grad = arguments.get("grad_out", arguments.get("grad_out_"))
         node.target = attention_ops.GRADIENT
@@ -209,6 +211,7 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     ir.set_info(node, replace(record, name=names.fresh(plain), value=value))
     for user in node.users:
         at = user.args[1]
+        # Only the replaced backward kernel reads the results beyond these (offsets, random state).
         if user.target is getitem and at < count:
             user.meta["val"] = node.meta["val"][at]
             ir.set_info(user, replace(ir.info(user), value=value[at]))

@@ -57,6 +57,7 @@ class Canonicalize:
                 node.target = aten.view.default
                 source = node.args[0]
                 if source.op == "call_function" and source.target in RESHAPES and len(source.users) == 1:
+                    # Nothing reads the source any more; a later view that is equal to it would keep it alive.
                     moves.pop((source.target, _frozen(source.args)), None)
                     node.args = (source.args[0], *node.args[1:])
         erase_dead_code(gm.graph)

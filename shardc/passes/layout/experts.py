@@ -170,6 +170,7 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
             continue
         spec = spec_of(call_of(node))
         factors = set() if spec is None else {spec.operands[at][dim] for at, dim in row_operands}
+        # The rows are one whole factor, the same in all of these operands.
         if spec is not None and len(factors) == 1 and len(factor := next(iter(factors))) == 1:
             carried = False
             for number, dims in enumerate(spec.results):
@@ -219,6 +220,7 @@ class _Builder:
             tangent: the gradient of ``out``; None if the graph has no backward.
             where: the dim of the rows in each value.
         """
+        # Saved values are stored row by row; a product without rows (of parameters alone) is recomputed.
         keep = [node for node in self._saved_products(results, backward, set(forward)) if (node, 0) in where]
         forward_graph = self._graph(forward, [], [out, *keep], where)
         gradient_graph = None

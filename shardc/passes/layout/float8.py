@@ -115,6 +115,7 @@ class _Quantiser:
             sources = [_operand(x).source for x in node.args]
             params = [_param(x) for x in sources]
             backward = origin.phase == "backward"
+            # The product of forward, or the gradient of its input: one operand is the weight.
             if params.count(None) == 1:
                 side = params.index(None)
                 param, other = params[1 - side], sources[side]
@@ -124,6 +125,7 @@ class _Quantiser:
                     yield _Product(node, param)
                 elif any(weight is param for weight, _ in inputs):
                     yield _Product(node, param, other)
+            # The gradient of the weight, a product of the input and the gradient of the output.
             elif backward and (param := weight_of.get(node)) is not None:
                 gradients = [x for x in sources if (param, x) not in inputs]
                 if len(gradients) == 1:
@@ -154,13 +156,16 @@ class _Quantiser:
         for position, x in enumerate(node.args):
             source, turned = _operand(x)
             wide = source is product.gradient and scaling == "tensorwise"
+            # The dim that the product sums over, counted before the transpose, as matrices are quantised before it.
             dim = None if scaling == "tensorwise" else 1 - position if not turned else position
+            # A weight is quantised as it is stored, whatever it is cast to, and gathered in float8.
             key = (_param(source) or source, dim, _WIDE if wide else _FINE)
             if key not in self.quantised:
                 self.quantised[key] = self._quantise(node, *key)
             quantised, amax = self.quantised[key]
             at = self.rewriter.before(node, like=quantised)
             operands.append(at.call(aten.t.default, quantised) if turned else quantised)
+            # Maxima are transposed with their matrix; those of blocks have a dim more.
             if turned and dim is not None:
                 order = ([1, 0], [1, 0]) if scaling == "rowwise" else ([2, 0, 1], [1, 2, 0])
                 amax = at.call(aten.permute.default, amax, order[position])

@@ -75,6 +75,7 @@ class _Sweep:
                 if ir.role(node).kind == "param":
                     self.pinned.add(node)
             elif node.op == "call_function":
+                # Backward reads tangents, whose layouts follow from those of the outputs.
                 if not has_tangents and ir.info(node).origin.phase == "backward":
                     self.wanted |= self._forward_outputs()
                     has_tangents = True
@@ -131,6 +132,7 @@ class _Sweep:
             self._warn_whole(node, {axis for layout in layouts for axis in layout.bound} - used)
         if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
+        # To reshard a view or cast of a pinned value is to reshard the value.
         if operands[0] in self.pinned and (spec.moves or node.target is torch.ops.aten._to_copy.default):
             self.pinned.add(node)
 
@@ -231,6 +233,7 @@ class _Sweep:
             else:
                 layout = Layout.whole(self.mesh, ir.value(node).shape)
             wanted[node] = layout
+        # Along such an axis, the tangent of an output that it does not split is one term on each rank.
         summed = [a for a in self.problem.batch_axes if a in split and a != self.mesh.time]
         op = "avg" if self.problem.reduce == "mean" else "sum"
         for node in ir.placeholders(self.graph, "tangent"):
@@ -305,10 +308,12 @@ class _Sweep:
             if needs is None:
                 return None
             wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
+        # Users of the present layout do not prevent it: `_follow` finds them another strategy.
         wants.discard(current)
         if len(wants) != 1 or current.partial:
             return None
         (want,) = wants
+        # An output that leaves in the present layout has to be computed whole anyway.
         if want.partial or (self.wanted.get(node) == current):
             return None
         steps = redistribute.steps(current, want, ir.value(node).itemsize, self.cost)

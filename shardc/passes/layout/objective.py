@@ -52,6 +52,7 @@ class Objective:
         losses = [axis for axis in self.batch_axes if axis in axes and self.own_losses]
         for tangent in tangents:
             layout = ir.layout(tangent)
+            # A tangent is the gradient of this rank's own loss, which is one of so many terms of the mean.
             over = [axis for axis in losses if axis in layout.bound] if self.reduce == "mean" else []
             scale = self.grad_scale / _size(layout, over)
             if scale == 1.0 or not tangent.users:

@@ -105,6 +105,7 @@ class _Padder(PaddedValues):
         """Returns the graph at padded sizes."""
         started = False
         for node in self.old.nodes:
+            # Reshards of inputs stand behind all placeholders.
             if node.op not in ("placeholder", "get_attr") and not started:
                 started = True
                 self._inputs()
@@ -161,6 +162,7 @@ class _Padder(PaddedValues):
         while chain[-1].op == "call_function":
             chain.append(chain[-1].args[0])
         layout = self.options.params.get(ir.info(chain[-1]).name)
+        # Each padded dim has an unpad; the last one in a chain stands for the parameter.
         if layout is None or any(user.target is ops.unpad for user in node.users):
             return
         # If a parameter is cast before its gather, ops use the cast.
@@ -224,6 +226,7 @@ class _Padder(PaddedValues):
         grown = [_padding(spec, dims, padded_factors) for dims in spec.operands]
         results = [_padding(spec, dims, padded_factors) for dims in spec.results]
         result = self._emit_padded(node, call, spec, grown_operands, grown, results)
+        # What moves elements keeps the value in the padding; what other ops compute there is undefined.
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
         filling = 0 if node.target is QUANTISE else filling  # of zeros
         if isinstance(ir.info(node).value, tuple):
@@ -262,6 +265,7 @@ class _Padder(PaddedValues):
         """
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
+        # The numbers that a draw gives depend on its size.
         drawn = find_rule(node.target) in factory.DRAWS.values()
         for x, dims in zip(operands, spec.operands, strict=True):
             if x not in self.padded:
@@ -279,6 +283,7 @@ class _Padder(PaddedValues):
                     if factor in spec.indexed and len(mine) > 1:
                         lost[x] = "its elements are found by their place"
                         continue
+                    # Padding of a factor that shares a dim with another one would lie between true elements.
                     alone = node.target in RESHAPES or _never_joined(spec, factor)
                     if not alone or (
                         not spec.carried_by_all(factor) and reduction_identity(call, spec, factor) is None
@@ -347,6 +352,7 @@ class _Padder(PaddedValues):
         rule = find_rule(node.target)
         assert rule is not None
         args, kwargs = with_operands(node, operands)
+        # Padded sizes are to the rule what shards are: the op is localized for a mesh that splits nothing.
         layouts = [
             tuple(Layout.whole(self.mesh, [padded_size(runs) for runs in one]) for one in side)
             for side in (grown, results)

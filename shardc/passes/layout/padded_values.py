@@ -85,6 +85,7 @@ class Calls:
             return args, kwargs
         names = [argument.name for argument in target._schema.arguments]
         old = self.traced
+        # Strides in the trace are known for the arguments of the traced op only.
         traced = arguments_of(old) if old is not None and old.target is target else {}
         now = tuple(self._with_strides(x, traced.get(name), strides) for name, x in zip(names, args, strict=False))
         return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
@@ -173,6 +174,7 @@ class PaddedValues(Calls):
         if key not in self._nodes:
             padded = self.padded.get(x)
             if padded is None or padded.padding != padding:
+                # `grown` pads with zeros.
                 self._nodes[key] = self._fill(self.grown(self.without_padding(x), padding), padding, 0, filling)
             else:
                 self._nodes[key] = self._fill(padded.node, padding, padded.filling, filling)

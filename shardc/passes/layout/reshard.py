@@ -40,6 +40,7 @@ class Reshard:
                 return x
             if (x, want) not in inserted:
                 record = ir.info(x)
+                # A reshard is recomputed or saved as its user is, not as the value is.
                 origin = replace(record.origin, region=0, policy="", consumer="" if record.origin.cause else consumer)
                 if user is not None:
                     used = ir.info(user).origin

@@ -71,6 +71,7 @@ class Seed:
             record = ir.info(node)
             role = ir.role(node)
             if role.kind == "param":
+                # The last argument is the first use.
                 self._param(rewriter, node, min(node.users, key=order.__getitem__, default=None))
             elif role.kind == "buffer":
                 ir.set_info(node, record.at(Layout.whole(self.mesh, ir.value(node).shape)))

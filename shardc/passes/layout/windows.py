@@ -169,6 +169,7 @@ def zeros_around(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     arguments = arguments_of(node) if hasattr(node.target, "_schema") else {}
     rank = len(ir.value(node).shape) if ir.is_tensor(node) else 0
     if node.target is aten.constant_pad_nd.default and not arguments.get("value", 0):
+        # ``pad`` has (before, after) of each dim, the last dim first.
         padded = [at // 2 for at, width in enumerate(arguments["pad"]) if width]
         if len(set(padded)) != 1 or min(arguments["pad"]) < 0:
             return None
@@ -237,6 +238,7 @@ def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
         by = count if fill is first else -count
         of_part = [reading for reading in readings(part, dim) if reading.length == size]
         begin = 0 if fill is first else count
+        # The slice must be what a shift leaves of a value: all but the elements that it moves out at the other end.
         fitting = [x for x in of_part if (x.by, x.begin, x.end) == (-begin, 0, size - count)]
         if not fitting or not count or not worth_sending(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
             continue
@@ -253,6 +255,7 @@ def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
     rank, (by,), x = len(ir.value(node).shape), arguments["shifts"], node.args[0]
     dim, at = arguments["dims"][0] % rank, rewriter.before(node, like=node)
     size = ir.value(node).shape[dim]
+    # The shorter way round.
     by = (by + size // 2) % max(size, 1) - size // 2
     if by and worth_sending(abs(by), size):
         ends = (size - by, size) if by > 0 else (0, -by)

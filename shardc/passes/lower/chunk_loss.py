@@ -211,6 +211,7 @@ class _Region:
             return
         if (cut := through(node, read)) is not None:
             self.cuts[node] = cut
+            # A product ends the region: its result (the gradient of rows) is no longer as wide as logits.
             if node.target in PRODUCTS:
                 self.ends.add(node)
         elif any(map(self.is_wide, read)) and (need := total_operands(node, read)) is not None:
@@ -242,6 +243,7 @@ class _Region:
             if node.target in PRODUCTS or node.target is WAIT or collective_kind(node) is not None:
                 continue
             readers = [user for user in node.users if user in self.cuts and user.target not in PRODUCTS]
+            # Readers outside of the region need it whole anyway.
             if not self._is_large(node) and len(readers) < len(node.users):
                 continue
             wanted = {need[node] for user in readers if (need := operands(user, self.cuts[user])) is not None}
@@ -300,6 +302,7 @@ class _Loops(ChunkRewriter):
         """
         region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
         read = {x: None for node in loop for x in node.all_input_nodes}
+        # The first logits of backward wait for a tangent, so that they are not computed in forward.
         self.done = [x for x in read if self.tangents[x] and not region.has(x)][:1] if backward else []
         results = [x for x in loop if x in self.cuts and (x in region.ends or not region.is_wide(x))]
         results = [x for x in results if any(user not in loop for user in x.users)]
@@ -326,6 +329,7 @@ class _Loops(ChunkRewriter):
         result = node if cast is None else cast
         total, self.phase = self.sums.get(result), ir.info(node).origin.phase
         args = fx.map_arg(node.args, lambda x: self._operand(x, need[x], number, before))
+        # The product adds to the sum by itself.
         if total is not None and cast is None and node.target is aten.mm.default:
             self.sums[node] = self._emit(before, node, aten.addmm.default, total, *args)
             return

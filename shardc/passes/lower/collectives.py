@@ -196,6 +196,7 @@ def _shard(step: Step, x: object, builder: Builder) -> object:
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
     for at, slot in enumerate(digits):
+        # Neighbouring digits of several axes are selected at once, by a joint coordinate.
         if slot.after and at and digits[at - 1].after:
             shape[-1] *= slot.radix
             runs[-1][1].append(slot.after)

@@ -77,6 +77,7 @@ class OnTheWire:
         arrived = []
         for tensor in sent:
             shape = list(tensor.meta["val"].shape)
+            # Gathered along a new first dim, with an entry for each rank.
             tensor = start.call(aten.reshape.default, tensor, [1, *shape]) if ranks is not None else tensor
             arrived.append(end.call(WAIT, start.call(node.target, tensor, *node.args[1:])))
         shaped = list(val.shape) if ranks is None else [ranks, *x.meta["val"].shape]

@@ -129,6 +129,7 @@ class Decompose:
         times = []
         for n in (1, cuts.count):
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
+            # A product beside several collectives is shared out among them.
             before_seconds, behind_seconds = (
                 sum(self._product(x, n) / cuts.sharers[x] for x in each) for each in (before, behind)
             )
@@ -211,6 +212,7 @@ class _Cuts:
         self.place = {node: at for at, node in enumerate(graph.nodes)}
         self.stopped: dict[fx.Node, str] = {}
         collectives = list(starts)
+        # Each collective that is left out takes chunks from the ops beside it, and so from others: repeat.
         while True:
             self.cuts: dict[fx.Node, ChunkSpec] = {}
             self._mark(set(collectives))

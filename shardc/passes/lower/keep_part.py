@@ -43,6 +43,7 @@ class KeepPart:
             param_axes = self.axes.get(ir.info(param).name, ())
             for whole in _gathered(param) if param_axes else ():
                 layout = _split(ir.layout(whole), ir.layout(param), param_axes)
+                # A part as small as the shard saves nothing: the shard is there anyway.
                 if layout is not None and layout.local_numel > ir.layout(param).local_numel:
                     uses, named = list(whole.users), ",".join(param_axes)
                     value, at = ir.value(whole), rewriter.after(whole, suffix="kept")

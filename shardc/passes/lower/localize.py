@@ -176,6 +176,7 @@ class Emitter(Calls):
         at the first call. ``kind`` ("coordinate" or "key") and ``role_name`` are its role.
         """
         if name not in self._numbers:
+            # Tangents come last among the placeholders.
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
             with self.rewriter.fake_mode:

@@ -87,6 +87,7 @@ class Microbatch:
         shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
         gathers = LazyGraphModule(gm, cut_out(graph, gathered, {})) if gathered else None
         carried = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.carried())]
+        # Each loop over microbatches makes sums known that the terms of the next loop need.
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
@@ -139,6 +140,7 @@ class Microbatch:
         first: list[tuple[Role, Argument]] = []
         grads: list[tuple[Role, Argument]] = []
         rest: list[tuple[Role, Argument]] = []
+        # A term that depends on a tangent comes from backward, any other from forward.
         for wait in cut.closing:
             back = cut.needs_tangent[wait]
             role = Role("grad" if back else TERM, cut.name(wait), len(grads if back else first))
@@ -446,6 +448,7 @@ def with_closing_last(
             at = Inserter(chain.rewriter, None, replace(ir.info(chain.env[term]), name=name), "sum")
             others, last = chain.env[node], chain.env[term]
             if reduce[name] == GATHER:
+                # The argument now has the rows of the earlier microbatches alone.
                 _shorten(others, last)
                 chain.env[node] = at.call(aten.cat.default, [others, last])
             else:

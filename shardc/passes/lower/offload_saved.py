@@ -75,6 +75,7 @@ class OffloadSaved:
         order, users, whole = _by_stride(saved), list(saved.users), ir.value(saved)
         first = next(node for node in saved.graph.nodes if node in saved.users)
         at = {"phase": "backward", "cause": ir.info(saved).origin.host}
+        # Dims are in the order of their strides on the host, where copies are contiguous (`_store`).
         value = whole if order is None else replace(whole, shape=tuple(whole.shape[dim] for dim in order))
         start = rewriter.before(first, saved, "to_device", **at).typed(value, _TO_DEVICE, saved, self.device.type)
         wait = rewriter.before(first, saved, "device", **at).typed(value, WAIT, start)

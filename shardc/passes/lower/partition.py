@@ -70,6 +70,7 @@ class Partition:
             origin = ir.info(node).origin
             if node in recomputed:
                 self.recompute(node, origin.region or _GATHERS)
+            # Without a mark, the partitioner is free to compute a node again.
             elif communicates(node.target) or (origin.phase == "forward" and (origin.region or origin.policy)):
                 self.save(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]

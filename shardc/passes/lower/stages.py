@@ -67,6 +67,7 @@ class Stages:
         for at in range(self.stages.count):
             chosen = [x for x, stage in zip(ir.outputs(closing), at_stage, strict=True) if stage == at]
             closings.append(LazyGraphModule(parts.closing, cut_out(closing, chosen, {})))
+        # Each stage gathers only the parameters that one of its graphs reads.
         first = [loop.bodies for loop in openings if loop is not None]
         read = [
             {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, KNOWN)}
@@ -138,6 +139,7 @@ class Stages:
         first += [(Role(TRANSFER, ir.info(x).name, len(first) + k), x) for k, x in enumerate(sent_up)]
         grads += [(Role("grad", ir.info(x).name, len(grads) + k), x) for k, x in enumerate(sent_down)]
         received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
+        # What comes from the stage behind are gradients, which only backward reads.
         late = {x for boundary in down[at : at + 1] for x in boundary}
         return LazyGraphModule(gm, cut_out(gm.graph, [*first, *grads], received, late))
 

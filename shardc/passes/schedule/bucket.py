@@ -61,6 +61,7 @@ class ByLink:
             if block := _block(params.get(node, "")):
                 blocks.setdefault(_kind(node), Counter())[block] += _wire_size(node)
         by_latency = {_kind(node): self._by_latency(node) for node in collectives}
+        # At most one repeated block, so that its first gather is not later than with a unit per block.
         largest = {kind: max(sizes.values()) for kind, sizes in blocks.items()}
         return {
             node: min(by_latency[_kind(node)], largest.get(_kind(node), by_latency[_kind(node)]))

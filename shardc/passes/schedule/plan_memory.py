@@ -63,11 +63,13 @@ class PlanMemory:
         results = node.meta["val"]
         names = _names(node)
         _, ranks = group_of(node, self.mesh)
+        # gloo's ring reduces all tensors in one buffer; nothing arrives in messages.
         if node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
         slots = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
         packing = Packing.of(rows_of(node, ranks))
         wires = []
+        # The term of one rank arrives in the result itself; those of the others need room.
         if node.target is not GATHER and ranks > 2:
             alone = [slot for number, slot in enumerate(slots) if number not in packing.offsets]
             wires += [Slot(f"{slot.name}.wire", (ranks - 2) * slot.size, at, at) for slot in alone]

@@ -47,6 +47,7 @@ class PruneUnusedGrads:
             if ir.role(node).index not in self.used:
                 absent.add(node)
         for node in list(graph.nodes):
+            # Each result of a bucket depends on its own input alone.
             if _is_coalesced(node):
                 for item in node.users:
                     gradients.update([item] if _input_of(item) in gradients else [])
@@ -64,6 +65,7 @@ class PruneUnusedGrads:
                 absent.add(node)
             elif not missing:
                 continue
+            # A sum is its other term; other ops read zeros in place of what is absent.
             elif (other := _other_term(node, missing)) is not None:
                 node.replace_all_uses_with(other)
             else:

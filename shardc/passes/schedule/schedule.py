@@ -65,6 +65,7 @@ class Schedule:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
             priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}
+            # On a copy of the order: nothing is prefetched here, and entries that ask for more are refused.
             wanted = prioritize(gm.graph, self.prefetch, dict(priority), -1)
             reorder(gm.graph, priority)
             check(gm.graph, wanted)
@@ -74,6 +75,7 @@ class Schedule:
         fetches = [node for node in starts if node in free]
         uses = {node: _first_use(node, priority) for node in starts}
         dense = [priority[node] for node in gm.graph.nodes if is_dense(node)]
+        # A collective starts right after its last input. Those that only read inputs of the graph are prefetched below.
         for node in starts:
             inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
             ready = max((priority[x] for x in inputs), default=None)
@@ -210,6 +212,7 @@ def _place_final_waits(
                 tail = work.pop()
                 priority[tail] = place
                 work += [user for user in tail.users if user in reductions_before]
+    # Gradients on the host are read by the caller alone, after the graph.
     for node in graph.nodes:
         if move_kind(node) == "to_host" and not is_stored(node):
             priority |= dict.fromkeys(waits_of(node), float("inf"))

@@ -118,6 +118,7 @@ class Closure:
                     self._add_strategy(
                         node, spec, AxisStrategy(tuple(sorted((f, self._major(n, size)) for f, n in pair)))
                     )
+        # Pointwise ops and views start no split, so inputs that only they read start theirs here.
         for node in ir.placeholders(self.graph) if size > 1 else ():
             for dim, length in enumerate(ir.value(node).shape if ir.is_tensor(node) else ()):
                 if length and length % size == 0:
@@ -270,6 +271,7 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strateg
     factors: dict[str, Digits] = {}
     for way in choice:
         for factor, digits in way.factors:
+            # A factor that an earlier axis splits as well is split at other digits, or else inside of its shards.
             joint = merge(mesh, factors.get(factor), digits) or nested(mesh, factors[factor], digits)
             if joint is None:
                 return None
@@ -292,6 +294,7 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
     spans = _spans(outer)
     for top, bottom, axis in _spans(inner):
         size = top // bottom
+        # Another axis splits this range of strides already: take the next one below it, inside of its shards.
         while (over := next((t for t in spans if t[1] < top and bottom < t[0]), None)) is not None:
             top, bottom = over[1], over[1] // size
         if bottom * size != top:

@@ -120,9 +120,11 @@ class LayoutProblem:
             for node, target, kwargs, record in self.seeded:  # without a solution that was written on them
                 node.target, node.kwargs = target, kwargs
                 ir.set_info(node, record)
+        # A copy, from which `_start` deletes what it leaves open.
         self.outside = replace(self.boundary, fixed=dict(self.boundary.fixed), wanted=dict(self.boundary.wanted))
         self._start()
         self.seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        # The search for strategies starts from these, so the result and the seconds of kernels are the same.
         if like is not None and like.seeds == self.seeds and like.outside.fixed == self.outside.fixed:
             self.closures, self.ways, self.kernels = like.closures, like.ways, like.kernels
             self.options = {node: like.options[node] for node in like.kernels}
@@ -415,11 +417,13 @@ class OpenLayoutProblem(LayoutProblem):
             self._tied_outputs({ir.value(node).shape[0] for node in self.rows if ir.value(node).shape})
         for node in (*self.storages, *self.rows):
             del self.outside.fixed[node]
+        # A gradient has to arrive in the storage layout of its parameter, which is open itself (`_extra_uses`).
         of = {ir.info(node).name: node for node in self.storages}
         grads = [(role.name, node) for role, node in ir.outputs(self.graph) if role.kind == "grad"]
         self.param_of = {node: of[name] for name, node in grads if name in of and isinstance(node, fx.Node)}
         for grad in self.param_of:
             del self.outside.wanted[grad]
+        # Its labels are the choices of batch axes, which inputs and outputs have in common (`_finish`).
         self.batch_variable = self.builder.add_variable(np.zeros(max(len(self.free.batch), 1)))
 
     def _tied_outputs(self, sizes: set[int]) -> None:
@@ -434,6 +438,7 @@ class OpenLayoutProblem(LayoutProblem):
                 by_index[role.index] = [_rows(whole, axes if is_batch else ()) for axes in self.free.batch]
                 self.results[node] = by_index[role.index]
                 self.outside.wanted.pop(node, None)
+        # Along such an axis, the tangent of an output that it does not split is one term on each rank.
         op = "avg" if self.problem.reduce == "mean" else "sum"
         split = [{a for layouts in by_index.values() for a in layouts[at].bound} for at in range(len(self.free.batch))]
         ranks = self.mesh.untimed.axes
@@ -483,6 +488,7 @@ class OpenLayoutProblem(LayoutProblem):
         if ir.layout(node).axes:
             return [ir.layout(node)]
         choices = []
+        # For each axis, None (it splits nothing) or one split over the whole axis.
         for closure in self.closures:
             layouts = closure.layouts.get((node, 0), {}) if closure.axis not in self.free.over else {}
             choices.append([None, *(x for x in layouts if not x.partial and not any(":" in a for a in x.bound))])

@@ -60,6 +60,7 @@ def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
             if node.op == "output":
                 for _, x in ir.outputs(graph):
                     if isinstance(x, fx.Node):
+                        # -1: read by the output
                         readers.setdefault(roots[x], set()).add(-1)
             roots[node] = node
             continue
@@ -68,6 +69,7 @@ def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
             continue
         roots[node] = node
         now = ir.info(node).origin.phase
+        # Ops between two dense ones of a phase are fused into one kernel; each dense op is a kernel by itself.
         if after_dense or is_dense(node) or now != phase:
             run += 1
         after_dense, phase, runs[node] = is_dense(node), now, run

@@ -136,6 +136,7 @@ def _value(
     """
     layouts = tuple(dict.fromkeys(produced))
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
+    # In one order, so that uses with equal needs share an entry of the cache.
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
     labels, costs, tables = _priced(layouts, wanted, itemsize, cost)
     columns = (
@@ -161,6 +162,7 @@ def _priced(
     rows, shared = _shares(one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column)
     full = table[rows]  # seconds from each label's produced layout
     costs = np.zeros(len(rows))
+    # A shared reshard is paid once, by the label, and costs the uses that read it nothing.
     for at, columns in enumerate(shared):
         costs[at] = weight * full[at, columns].sum()
         full[at, columns] = 0.0
@@ -205,6 +207,7 @@ def _shares(
     shared: list[list[int]] = []
     for row in range(len(worth)):
         columns = np.nonzero(worth[row])[0].tolist()
+        # Pairs of shared layouts only as long as they do not make too many labels.
         few = most if len(worth) * len(columns) ** 2 < 2 * SHARED else min(most, 1)
         for size in range(few + 1):
             for some in combinations(columns, size):
