@@ -179,6 +179,7 @@ def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
         if value is None or value.layout is None:
             continue
         shape, expected = tuple(local.meta["val"].shape), tuple(value.layout.local_shape)
+        # A gradient has the shape of its argument in any case.
         if shape != expected and node.target is CALL:
             raise RuleError(
                 f"local_map of {region.name}: result {at} is {list(shape)} on a rank; of the whole {list(value.shape)} "

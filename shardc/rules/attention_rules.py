@@ -124,6 +124,7 @@ def _packed(call: Call, backward: bool) -> Spec:
         return loops.spec(whole, results)
     g = loops.dim("g", key[1])
     h = (*g, *loops.dim("r", query[1] // key[1], "sum" if backward else FREE))
+    # All sequences lie in one dim; where each begins is data, so this dim is whole.
     t, u = loops.dim("t", query[0], WHOLE), loops.dim("u", key[0], WHOLE)
     e, f = loops.dim("e", query[2], WHOLE), loops.dim("f", value[2], WHOLE)
     dims = {

@@ -210,6 +210,7 @@ def _sampled(call: Call) -> Spec:
         results = [
             by_name[name] for name, result in zip(("input", "grid"), call.results, strict=True) if result is not None
         ]
+    # Backward is linear in the gradient alone, forward in the image.
     linear = [{loops.names.index(name)} for name in ("grad_output", "input") if name in loops.names][:1]
     return loops.spec([by_name[name] for name in loops.names], results, linear=linear)
 

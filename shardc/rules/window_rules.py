@@ -82,6 +82,7 @@ class Pieces:
         if after:
             x = self.without_filling(x)
         parts, shape = [x], self.layout.shape[self.dim]
+        # Farther than all other pieces there are only zeros.
         reach = [min(count, shape - self.size) for count in (before, after)]
         for side, count in zip((-1, 1), reach, strict=True):
             for away in range(1, -(-count // self.size) + 1 if self.size else 1):
@@ -102,6 +103,7 @@ class Pieces:
         if by < 0:
             x = self.without_filling(x)
         away, begin = divmod(-by, self.size)
+        # The elements of a shifted piece lie in two neighbouring pieces.
         parts = [self.from_rank(x, begin, self.size, away), self.from_rank(x, 0, begin, away + 1)]
         present = [part for part in parts if part is not None]
         if not present:

@@ -71,6 +71,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     results: list[object] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
+    # Strict, as an op that mixes rows would give something else for the rows of one expert.
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
     build = _Builder(ir.value(x).shape[0], entered)
     body = register(build.body(rows, forward, results, backward, tangent, where))

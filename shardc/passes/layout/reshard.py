@@ -40,7 +40,7 @@ class Reshard:
                 return x
             if (x, want) not in inserted:
                 record = ir.info(x)
-                # A reshard is recomputed or saved as its user is, not as the value is.
+                # A reshard is recomputed or saved as its user is, and names it unless a plan entry led to the value.
                 origin = replace(record.origin, region=0, policy="", consumer="" if record.origin.cause else consumer)
                 if user is not None:
                     used = ir.info(user).origin

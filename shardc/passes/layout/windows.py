@@ -319,6 +319,7 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
     if arguments["transposed"] or stride != 1 or not reach:
         return None
     fitting = [
+        # The whole value is read, with as many zeros around it as the window reaches.
         reading for reading in readings(x, 2)
         if reading.reads_all and reading.by >= 0 and reading.by + reading.length <= reading.size
         and reading.size + 2 * padding - reading.length == reach

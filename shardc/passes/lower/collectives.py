@@ -82,6 +82,7 @@ def _to_front(step: Step, x: object, builder: Builder) -> object:
     These are factors of its dims, in mesh order; the other factors follow.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.before is None]
+    # The digits that were split before are not dims of the local tensor.
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
     order = leading + [k for k in range(len(digits)) if k not in leading]
     if order == sorted(order):
@@ -104,6 +105,7 @@ def _from_front(step: Step, x: object, builder: Builder) -> object:
     It has a leading dim for each axis over which the step stops splitting it.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.after is None]
+    # Digits that stay split are not dims of the local tensor.
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]
     if order != sorted(order):
@@ -193,6 +195,7 @@ def _shard(step: Step, x: object, builder: Builder) -> object:
     this rank. Returns the slice.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.before is None]
+    # The digits that were split before are not dims of the local tensor.
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
     for at, slot in enumerate(digits):

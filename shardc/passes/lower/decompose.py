@@ -291,6 +291,7 @@ class _Cuts:
         the dims that can be divided, takes the one whose chunks are in the fewest contiguous blocks.
         """
         source: fx.Node = arguments_of(node)["input"]
+        # Its input is in chunks already, for a collective before it.
         if source in self.cuts:
             cut = through(node, {source: self.cuts[source]})
             if cut is None:

@@ -77,6 +77,7 @@ class Partition:
         count = len(forward_outputs)
         if not any(role.kind == "grad" for role in roles):
             return inference(gm), None
+        # Before the split, after which backward has only the name of a saved slice or cast of a parameter.
         reads = _reads(graph)
         forward, backward = self.split(gm, count)
         for half in (forward, backward):

@@ -106,6 +106,7 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
             ends.update({slot: at for slot in numbers[:count]})
         elif node.target is getitem and node.args[0].target in IN_MESSAGES:
             numbers = node.args[0].args[-1]
+            # A ring has one slot for all of its results.
             slots_of[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
     last = len(place_of) - 1
     regions: dict[int, str] = {}

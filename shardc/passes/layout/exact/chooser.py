@@ -246,6 +246,7 @@ class LayoutProblem:
         if all(layout is None for layout in fixed):
             return ()
         whole = [f or Layout.whole(self.mesh, ir.value(x).shape) for f, x in zip(fixed, operands, strict=True)]
+        # Of an op with a `Routed`, only those in ``combined`` are sure to be as the plan requires.
         have = set(combined)
         return (
             tuple(strategy for strategy in strategies(spec, whole) if strategy not in have)
@@ -279,6 +280,7 @@ class LayoutProblem:
             uses.setdefault(slot_of(node), []).append(use)
         self.labels: dict[Slot, tuple[int, tuple[Label, ...]]] = {}
         for (maker, index), value_uses in uses.items():
+            # Strategies have layouts of the results that are tensors only.
             at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
             produced = tuple(option.results[at] for option in self.options[maker])
             item = ir.info(maker).tensors[at].itemsize

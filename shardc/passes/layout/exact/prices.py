@@ -162,6 +162,7 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     mesh = layouts[0].mesh
     parts, codes = _codes(mesh, layouts)
     kinds = _kinds(codes)
+    # Kind -> the parts that change in this way, as the bits of an integer.
     masks = {kind: ((kinds == kind) << np.arange(len(parts))).sum(axis=2) for kind in _STEPS}
     count = sum((mask != 0).astype(int) for mask in masks.values())
     # One kind of change, or any slices and reductions; a gather or an exchange stands alone.
@@ -170,6 +171,7 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     table = np.where(np.eye(len(layouts), dtype=bool), 0.0, np.inf)
     rows, columns = np.nonzero(fits)
     numel = np.array([layout.local_numel for layout in layouts])
+    # Reshards of equally many elements with the same changes are priced once.
     keys = [numel[rows], _clashes(layouts)[rows, columns], *(mask[rows, columns] for mask in masks.values())]
     distinct, inverse = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
     seconds = []
