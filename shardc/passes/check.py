@@ -144,7 +144,7 @@ class VerifyHalf(Hook):
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
             if (other := same(self.values, of_outputs(gm.graph, self.prints))) is not None:
                 raise broken(subject, stage, ir.output_node(gm.graph), other)
-        # Later checks take such a result's fingerprint from the collective whose place it takes.
+        # Where other ops now compute a collective, later checks take the fingerprint of the collective itself.
         if stage == ALGORITHMS and self.prints is not None:
             self.replaced = reimplemented(gm.graph, self.prints, self.replaced)
         if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:

@@ -114,6 +114,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
         RuleError: the function fails on shards, or returns a shard of a wrong shape.
     """
     region, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
+    # In the memory order of the trace, on which views in the function may rely.
     operands = [emitter.like(x, old) for x, old in zip(operands, operands_of(node), strict=True)]
     fakes = [x.meta["val"] for x in operands]
     count = len(region.inputs)

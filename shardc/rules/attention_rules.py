@@ -322,6 +322,7 @@ def _gradient_local(local: Local) -> Emitted:
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
         grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.when)
         dq, dk, dv = (run(getitem, grads, at) for at in range(3))
+        # Gradients of keys go back to the rank of the keys, those of queries stay.
         rows_total.append(dq)
         sources.append(block.source)
         keys_total.append([block.back(x) for x in sequence.joined(dk, dv)])

@@ -23,6 +23,7 @@ def biased(op: str, text: str, *summed: str) -> Rule:
 
     def spec(call: Call) -> Spec:
         first = operands[0][len(operands[0]) - len(call.operands[0].shape) :]
+        # Partial sums pass only if the bias is one as well: a whole bias would be added once per rank.
         linear = (frozenset({0, 1}), frozenset({0, 2}))
         return bind(call, (first, *operands[1:]), results, kinds, linear, False)
 

@@ -145,6 +145,7 @@ def _gradient_local(local: Local) -> Emitted:
         k, v = sequence.parted([block.take(x) for x in reached])
         results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block, k))
         dq, dk, dv, *rest = (run(getitem, results, at) for at in range(3 + wanted))
+        # Gradients of keys go back to the rank of the keys, the others stay.
         for total, x in zip(parts, (dq, *rest), strict=True):
             total.append(x)
         sources.append(block.source)

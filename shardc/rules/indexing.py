@@ -426,6 +426,7 @@ def _index_put_local(local: Local) -> Emitted:
     if not dims:
         return local.same(self=once_per_sum(local, x), indices=indices)
     if local.call["accumulate"]:
+        # The mask covers the dims of the index, which each value's own ``after`` dims follow.
         after = Indexed(local.call, FREE, FREE).after
         values = zero_unless(local, align(local, mask, after), local.operand("values"))
         return local.same(self=once_per_sum(local, x), indices=indices, values=values)

@@ -164,6 +164,7 @@ def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = 
     whole = {d % ndim for d in dims} if ndim else set()
 
     def factors(shape: Sequence[int]) -> Dims:
+        # Named by size as well, since operand and result may differ in it.
         return loops.dims("d", shape, but={i: loops.dim(f"x{i}.{shape[i]}", shape[i], WHOLE) for i in whole})
 
     return loops.spec(

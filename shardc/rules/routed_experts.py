@@ -298,7 +298,7 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Sent,
         take, home, counts, most = _unpack(local, blocks, 4)
         fullest = most if fullest is None else call(aten.maximum.default, fullest, most)
         out.append((_Sent(local, of, of.ranks * block, take, home), counts))
-    # The fullest block and the rank that has it, as one number, of which the maximum is taken.
+    # The fullest block and the rank that has it as one number, so that one maximum over ranks finds both.
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
     number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
     _, group = local.builder.group(_sent(local))
@@ -368,6 +368,7 @@ def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emit
     width = local.builder.shape(returned)[1]
     out = call(aten.index_select.default, returned, 0, of.back if rows.sent is None else rows.sent.home)
     out = call(aten.reshape.default, out, [of.tokens, of.choices, width])
+    # Choices that are not ``mine`` are computed by ranks with the same tokens and other experts.
     if of.mine is not None:
         mask = call(aten.unsqueeze.default, of.mine, 2)
         out = call(aten.where.self, mask, out, call(aten.full_like.default, out, 0))

@@ -139,6 +139,7 @@ class _Carried:
         ``after`` at its end.
         """
         return (
+            # Nothing else in the step may read the carry, or what it becomes.
             list(before.users) == [after]
             and after.target is aten.add.Tensor
             and not after.kwargs

@@ -31,6 +31,7 @@ def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     loops = Loops(call)
     shape = loops.shapes[0]
     sizes = [out[dim] for out in loops.result_shapes]
+    # The dim may be split into blocks of this size, since every range consists of whole ones.
     block = reduce(gcd, [*starts, *sizes], shape[dim]) if all(sizes) else 0
 
     def dims(name: str, size: int) -> Dims:

@@ -233,7 +233,7 @@ class _Sweep:
             else:
                 layout = Layout.whole(self.mesh, ir.value(node).shape)
             wanted[node] = layout
-        # Along such an axis, the tangent of an output that it does not split is one term on each rank.
+        # Along an axis that splits only other outputs, the tangent of an output is one term on each rank.
         summed = [a for a in self.problem.batch_axes if a in split and a != self.mesh.time]
         op = "avg" if self.problem.reduce == "mean" else "sum"
         for node in ir.placeholders(self.graph, "tangent"):
@@ -308,7 +308,7 @@ class _Sweep:
             if needs is None:
                 return None
             wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
-        # Users of the present layout do not prevent it: `_follow` finds them another strategy.
+        # Users of the present layout do not prevent a slice: `_follow` finds them another strategy.
         wants.discard(current)
         if len(wants) != 1 or current.partial:
             return None

@@ -265,7 +265,7 @@ class _Padder(PaddedValues):
         """
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
-        # The numbers that a draw gives depend on its size.
+        # The numbers that a draw gives depend on its size, so it is not padded.
         drawn = find_rule(node.target) in factory.DRAWS.values()
         for x, dims in zip(operands, spec.operands, strict=True):
             if x not in self.padded:

@@ -188,6 +188,7 @@ class PaddedValues(Calls):
             return x
         shape = list(self.shape(x))
         if len(runs) > 1:
+            # ``x`` may be padded already, or be without padding.
             sizes = [run.size if shape[dim] == padded_size(runs) else run.true for run in runs]
             x = self.call(aten.view.default, x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
         for at, run in enumerate(runs):
@@ -317,6 +318,7 @@ def lies_like(x: Tensor, traced: Tensor | None) -> bool:
     below, itemsize = 0, x.element_size()
     for dim in reversed(order):
         step, before = x.stride(dim), traced.stride(dim)
+        # The stride of a single element, or of an element that the trace repeats, says nothing.
         if x.shape[dim] == 1 or before == 0:
             continue
         if step < max(below, 1) or (before == 1 and step != 1):

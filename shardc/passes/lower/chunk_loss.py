@@ -162,6 +162,7 @@ class _Region:
                 self._add_if_chunked(node)
         self._prune()
         self._add_operands()
+        # In the graph's order, in which loops are written; operands were added in reverse.
         self.cuts = {node: self.cuts[node] for node in graph.nodes if node in self.cuts}
 
     def obstacle(self) -> str | None:

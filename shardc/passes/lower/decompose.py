@@ -181,6 +181,7 @@ def _is_of_activations(node: fx.Node) -> bool:
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
+    # Before the gather of a parameter there are only ops of one operand, such as casts.
     while above.op == "call_function" and len(above.all_input_nodes) == 1:
         (above,) = above.all_input_nodes
     if above.op == "placeholder" and ir.role(above).kind == "param":

@@ -499,6 +499,7 @@ class _Chain:
             role = ir.role(node)
             if role.kind == KNOWN and role.name in replaced:
                 continue
+            # What both graphs take is one argument.
             if node.name not in arguments:
                 arguments[node.name] = self._copied(node, node.graph is second.graph)
             self.env[node] = arguments[node.name]

@@ -53,6 +53,7 @@ class Offload:
         output = ir.output_node(graph)
 
         def moved(role: ir.Role, grad: fx.Node) -> fx.Node:
+            # A gradient whose reduction is deferred is accumulated on the device.
             if role.kind != "grad" or role.name not in self.entries or role.name in self.pending:
                 return grad
             return self._move(rewriter, grad, output, self.entries[role.name], _TO_HOST)

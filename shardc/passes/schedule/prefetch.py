@@ -31,9 +31,9 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
     """Returns the ops that can be moved to an earlier place together with a gather, since they depend on inputs alone:
     moves to the device, casts before gathers, float8 maxima, and the waits of these.
 
-    They can stand anywhere before their use. Matrix products and collectives are never
-    among them. Ops before a collective count only if nothing else reads their results (small ones excepted), and if
-    these have at most twice the bytes of its own result, since they are held longer when it is prefetched.
+    They can stand anywhere before their use. Matrix products and other collectives are never among them. Ops before a
+    collective count only if nothing else reads their results (small ones excepted), and if these have at most twice the
+    bytes of its own result, since they are held longer when it is prefetched.
     """
     free: set[fx.Node] = set()
     early: set[fx.Node] = set()  # nodes that depend on inputs alone, prefetchable or not
@@ -44,6 +44,7 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
         elif node.op != "call_function" or not early.issuperset(node.all_input_nodes) or move_kind(node) == "to_host":
             continue
         elif is_start(node):
+            # Before a maximum there may be large ops (the magnitudes of a weight), of which only the maximum is held.
             largest = _is_maximum(node)
             ops = _ops_before(node, free, any_size=largest)
             free |= ops or set()
@@ -126,6 +127,7 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
             continue
         in_flight = 0
         for gather in (n for n in params_of if collective_kind(n) == "all_gather"):
+            # Gathers that this module or an op before it reads start earlier anyway.
             is_listed = any(is_in(name, module) for name in params_of[gather] for module in entry.modules)
             if is_listed and min(priority[u] for w in waits_of(gather) for u in w.users) > priority[first]:
                 in_flight += result_bytes(gather)
@@ -162,6 +164,7 @@ def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:
         if node.op == "placeholder":
+            # A kept part is a saved value here; `Partition` recorded which parameter it is of.
             role = reads.get(node.name) if ir.info(node).is_kept_part else ir.info(node).role
             if role is not None and role.kind == "param":
                 names[node] = frozenset([role.name])

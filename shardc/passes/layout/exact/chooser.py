@@ -166,6 +166,7 @@ class LayoutProblem:
                     pin(self.problem, node, strategy.operands[0])
                 elif node.target is ops.reshard and strategy.operands:  # a tag, before the first call
                     ir.set_info(node, ir.info(node).at(strategy.results[0]))
+                # Other reshards, and unpads, are those of parameters and inputs, whose layouts the plan fixes.
                 elif node.op == "call_function" and node.target not in (ops.reshard, ops.unpad):
                     decide(node, strategy)
                 elif node.op == "placeholder" and ir.is_tensor(node):
@@ -440,7 +441,7 @@ class OpenLayoutProblem(LayoutProblem):
                 by_index[role.index] = [_rows(whole, axes if is_batch else ()) for axes in self.free.batch]
                 self.results[node] = by_index[role.index]
                 self.outside.wanted.pop(node, None)
-        # Along such an axis, the tangent of an output that it does not split is one term on each rank.
+        # Along an axis that splits only other outputs, the tangent of an output is one term on each rank.
         op = "avg" if self.problem.reduce == "mean" else "sum"
         split = [{a for layouts in by_index.values() for a in layouts[at].bound} for at in range(len(self.free.batch))]
         ranks = self.mesh.untimed.axes

@@ -107,6 +107,7 @@ class Builder:
         sizes = memory * itemsize * np.array([label.produced.local_numel for label in labels]) if memory else 0.0
         index = self.add_variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
+            # An output has no variable: its layout is given.
             if use.variable is None:
                 self.unary[index] = self.unary[index] + table.column(0)
             else:
