@@ -159,6 +159,7 @@ def _inline(
             return [env[x] for x in node.args[0]]
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+            # The emitter copies operands whose strides a kernel did not get in this trace.
             emitter.traced = node
             env[node] = emitter.call(node.target, *args, **kwargs)
         else:

@@ -216,6 +216,7 @@ def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted,
             continue
         is_local = call(aten.eq.Tensor, digit, coordinate(local, axis))
         mine = is_local if mine is None else call(aten.logical_and.default, mine, is_local)
+    # The digits of the rank first, in the order in which a group numbers its ranks; then those of the expert.
     order = sorted(parts, key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
     key = flat if mine is None and order == parts else None  # the layout of the experts is already sorted by rank
     for _, radix, digit in order if key is None else ():

@@ -230,6 +230,7 @@ def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: 
     if node.target in _SUMS and at == [False, True]:
         factor = node.kwargs.get("alpha", 1) * _SUMS[node.target]
         return (source, operands[1]) if factor == 1 else call(aten.mul.Scalar, operands[1], factor)
+    # In a linear op, or a sum of two scaled operands, the factor of the result is the op's result for the factors.
     product = node.target is aten.mul.Tensor and sum(at) == 1
     if node.target in _SUMS or product or node.target in _LINEAR and at[0] and sum(at) == 1:
         return call(node.target, *operands, **node.kwargs)

@@ -390,6 +390,7 @@ def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Nod
                 target = grads[node]
                 out[node] = target if target is not None and target.shape == ir.value(node).shape else None
         elif user.target is ops.pad and user in out:
+            # The compute layout has the parameter's own shape, as the gradient has before it is padded.
             out[node] = grads[_last(user)]
         elif user in out and hasattr(user.target, "_schema"):
             spec = spec_of(call_of(user))

@@ -196,6 +196,7 @@ class _Padder(PaddedValues):
         shape = ir.value(node).shape
         have = self.padded[source].padding if source in self.padded else unpadded(shape)
         layout = self.options.grow(node.kwargs["name"], shape, [padded_size(runs) for runs in have])
+        # The pin may want more padding, at the end of a dim; a dim that is padded inside of it, too, keeps what it has.
         if layout is not None and all(len(runs) == 1 for runs in have):
             have = tuple(
                 runs if size == padded_size(runs) else (Run(size, true_size(runs), layout.dim_axes(dim)),)

@@ -375,6 +375,7 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
         turned = at.call(aten.reshape.default, turned, [groups * channels, out // groups, taps])
         turned = at.call(aten.flip.default, turned, [2])
         new = at.call(window_ops.CONVOLVE, grad, turned, after, before, dilation, groups)
+        # Zeros that the users cut off again.
         if (more := reading.size - inside[1]) or reading.by:
             new = at.call(aten.constant_pad_nd.default, new, [reading.by, more])
         rewriter.replace(user, new)

@@ -163,6 +163,7 @@ class Bucket:
         for node in filter(free.__contains__, graph.nodes):
             before[node] = max((before[x] + is_start(x) for x in node.all_input_nodes if x in before), default=0)
         for node in sorted(fusible, key=lambda node: (node not in free, before.get(node, level.get(node, 0)))):
+            # Chunks of a collective (`piece`) stay apart, as each overlaps with compute on another chunk.
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
             for x in node.all_input_nodes:
@@ -193,6 +194,7 @@ class Bucket:
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: OpOverload = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)
+        # Anywhere: the order of nodes follows from ``priority``.
         at = rewriter.before(end, like=first, suffix="bucket")
         fused = at.typed(values, target, [node.args[0] for node in bucket.members], *first.args[1:])
         fused.meta["val"] = [node.meta["val"] for node in bucket.members]
