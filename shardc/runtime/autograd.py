@@ -50,10 +50,12 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
     node: Node | None = None
     if train:
         results = list(Step.apply(runner, *feed))
+        # The node keeps the gradient hooks of outputs, which the backward checks.
         node = next((x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None), None)
     else:
         with torch.no_grad():
             results = border.without_views(half, runner.run(half, runner.local(half.takes, feed)), feed)
+        # Without a backward the check is due here: a layer of experts may have had more rows than room.
         runner.check_loads(runner.routing.unchecked())
         if torch.is_grad_enabled():  # where torch refuses in-place changes of a view that was made under no_grad
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
@@ -170,6 +172,7 @@ class Step(torch.autograd.Function):
         _check_versions(runner, half, ctx.feed, ctx.versions)
         runner.border.check(half, used, ctx.changes, ctx.listened)
         local = _backward_inputs(ctx, half, by_index)
+        # Ranks must agree on these outputs: for other ones the backward has other collectives.
         if ctx.call is not None:
             runner.groups.consistency.enter(ctx.call.backward(used))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -180,6 +183,7 @@ class Step(torch.autograd.Function):
         results = runner.run(half, local)
         runner.check_loads(ctx.loads)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
+        # Also reduces what earlier backwards left unreduced (`no_sync`).
         late = runner.reduce_deferred(half.gives, grads, ctx.unreduced)
         takes = [port.role for port in runner.half(FORWARD).takes]
         return (None, *_argument_grads(runner, takes, ctx.feed, tangents, grads, late))
@@ -233,6 +237,7 @@ def _argument_grads(
         if role.kind == "param":
             grad = late.pop(role.name, grad)
             grad = None if grad is None else grad_from_padded(unaliased(grad, occupied), x)
+            # Frozen since a backward whose gradient was left unreduced: autograd drops what is yielded for it.
             if grad is not None and not x.requires_grad:
                 _accumulate(x, grad)
         yield grad
@@ -313,6 +318,7 @@ class StepInMicrobatches(torch.autograd.Function):
         if ctx.call is not None:
             runner.groups.consistency.enter(ctx.call.backward(frozenset(used)))
         if not step.has_gradients(used):
+            # The microbatches run again, so parameters and inputs must still have their values of then.
             for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
                 if (now := version_of(x)) != before:
                     raise changed(role, before, now)
@@ -351,8 +357,10 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         def run(half: Half, feed: list[Any]) -> Sequence[Any]:
             nonlocal forwards
             forwards += half.is_forward
+            # The first forward of a call replaces the token counts of the call before; the next ones add to them.
             return running.run(half, feed, adds_tokens=forwards > 1)
 
+        # A value is one tensor here; in a simulation, for which `Loops` is written too, it is one per rank.
         def map_ranks(function: Callable[..., Any], *values: Any) -> Any:
             return function(*values)
 
@@ -387,6 +395,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         with torch.no_grad():
             results = _unaliased_outputs(program, step(), [port.role for port in named], feed)
     _update_buffers(runner, results)
+    # From now on a read-only output raises if the tensor that it is a copy of is changed.
     for x in results:
         if isinstance(x, ReadOnly):
             x.shared.note()

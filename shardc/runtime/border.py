@@ -137,6 +137,7 @@ class Border:
             node: autograd node of the step, which keeps the hooks to check; None without gradients.
         """
         views = self._views[half]
+        # From now on they raise on reads if the tensor that they are copies of is changed.
         for at in views.read_only:
             if isinstance(outputs[at], ReadOnly):
                 outputs[at].shared.note()
@@ -292,6 +293,7 @@ class Border:
         """
         if half in self._shared:
             return self._shared[half]
+        # Of several inputs in one memory, the first counts.
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
         saved_names: dict[int, set[str]] = {}
         for name, at in self.places.items() if saved else ():
@@ -300,6 +302,7 @@ class Border:
         nodes = [node for _, node in ir.outputs(half.graph)][: self.count]
         aliases = self._shared[half] = {}
         for at, output in self._aliasing[half].items():
+            # An output that repeats an earlier one (`same`) is not made anew, so nothing is to be found for it.
             memory = 0 if output.same is not None else memory_of(outputs[at])
             if memory:
                 first = firsts.setdefault(memory, at)
@@ -426,6 +429,7 @@ def as_dtensors(outputs: Sequence[object], roles: Sequence[Role], device_mesh: D
     out: list[object] = []
     wrapped: dict[int, DTensor] = {}
     for value, role in zip(outputs, roles, strict=True):
+        # An output that is returned twice becomes one DTensor.
         if isinstance(value, Tensor) and id(value) not in wrapped:
             assert role.layout is not None
             spec = parameter_spec(role.layout, role.layout.shape, value.dtype, device_mesh)

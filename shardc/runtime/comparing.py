@@ -133,6 +133,7 @@ class Comparisons:
             try:
                 if store.check([f"{at}verdict"]):
                     return
+                # Ended ranks are looked for only in long waits: each request to the store takes time.
                 gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
                 missing = next((rank for rank in gone if not store.check([f"{at}here/{rank}"])), None)
             except RuntimeError as error:  # every store's error class is one
@@ -249,6 +250,7 @@ class Meeting:
             check()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+            # Ended ranks are looked for only in long waits: each request to the store takes time.
             gone = [rank for rank in self.ranks if pause == 0.05 and store.check([f"{self.prefix}gone/{rank}"])]
             if gone:
                 self._refuse(store, number, attempt, f"rank {gone[0]} has ended")
@@ -297,6 +299,7 @@ class Meeting:
         invited = self.invited
         if invited is None:
             return
+        # The name of an attempt begins with the rank that opened it.
         if (where := self._samples.stuck(int(invited[1].partition(".")[0]), _STUCK)) is not None:
             self.invited = None
             self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
@@ -364,12 +367,14 @@ def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
     """
     call, name, last = None, "", ""
     while frame is not None:
+        # Frames follow from the inside out: first torch's, then the user's, at which the search ends.
         code = frame.f_code
         if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
             call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _COLLECTIVES else ""
         elif code.co_filename == functional.__file__ and call is None:
             call = frame  # called by an op on DTensors
         elif not is_versioned(code):
+            # In no collective, or in one that ranks may leave before others enter (a broadcast).
             if call is None or call.f_code.co_filename == c10d.__file__ and not name:
                 return None
             group = call.f_locals.get("group") if name else None

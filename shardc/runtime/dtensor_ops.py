@@ -348,7 +348,7 @@ def _computed(
         writes = list(written(op, args, kwargs))
         if any(x.numel() != 1 or _is_in(x, writes) for x in leaves if not isinstance(x, DTensor)):
             return _with_plain_tensors(op, args, kwargs, mesh, writes)
-    if any([ReplicatedSpec.mark(x._spec) for x in tensors]):
+    if any([ReplicatedSpec.mark(x._spec) for x in tensors]):  # a list, so that all are marked; DTensor then starts anew
         return op(*args, **kwargs)
     if any(x.is_partial() for spec in specs for x in spec.placements):
         if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # the start of Python's `sum`
@@ -452,7 +452,7 @@ def _keeps_pending(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, P
     """Whether ``op`` (one of `_PENDING`) may run on pending terms as they are, giving pending terms of its result."""
     if op is aten.stack.default:
         return all(spec.placements == specs[0].placements for spec in specs)
-    if op is aten.add.Tensor and (kwargs or len(specs) < 2):
+    if op is aten.add.Tensor and (kwargs or len(specs) < 2):  # alpha, or a number, which each rank would add
         return False
     sums = all(x.is_partial("sum") or x.is_replicate() for x in specs[0].placements)
     return sums and all(spec.placements == specs[0].placements for spec in specs)

@@ -210,6 +210,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
     topic = min(topics, key=lambda topic: (topic != "event", not topic.startswith("input '")))  # or of one rank only
     value, other_value = mine.get(topic), theirs.get(topic)
     if topic.startswith("values"):
+        # A text other than `SAME` is a whole error, of a rank that has found its values to differ.
         of = next(lines for lines in (mine, theirs) if lines.get(topic) != SAME)
         return MeshError(of[topic], fix=of.get("fix", _FIXES["values"]))
     if value is not None and other_value is not None and "\n" in value + other_value:

@@ -47,11 +47,13 @@ def unshard_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor
     local, shape = tensor._local_tensor.detach().contiguous(), tuple(tensor.shape)
     first, receiver = groups.first, groups.whole.everyone()[0]
     senders = groups.everyone()
+    # Only ranks of the stage that stores the parameter have shards of it.
     if isinstance(storage, OwnedLayout):
         senders, storage = groups.of_stage(storage.owner), storage.on(storage.mesh)
     out = torch.empty(shape, dtype=tensor.dtype, device="cpu" if first else "meta")
     parts = [flat_index(storage.mesh, storage.bound, rank) for rank in range(storage.mesh.ranks)]
     for rank, (part, sender) in enumerate(zip(parts, senders, strict=True)):
+        # Of replicas, only the first is sent, and empty shards are not.
         if parts.index(part) < rank or 0 in unpadded_shape(storage, shape, rank):
             continue
         if sender == dist.get_rank() and not first:
@@ -78,6 +80,7 @@ def _receive_shard(out: Tensor, storage: Layout, rank: int, local: Tensor, sende
     if tuple(view.shape) == tuple(piece.shape):
         view.copy_(piece)
     else:
+        # The shard is no box: its elements lie scattered in `view`.
         index = torch.meshgrid([torch.tensor(list(each)) for each in ranges], indexing="ij")
         out[index] = piece.to(out.device)
 
@@ -97,6 +100,7 @@ def full_state_dict(
     Args:
         device: each tensor is moved there as soon as it is gathered; by default tensors stay where they are.
     """
+    # By identity, as a state dict has all names of a tied parameter, and the layouts have one.
     storage_of = {id(param): storages[name] for name, param in module.named_parameters()}
     gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
     out: dict[str, Any] = {}
@@ -168,6 +172,7 @@ def summon_full_params(
     for owner, key, param in slots:
         owner[key] = wholes[id(param)]
     try:
+        # Where the user's parameters wrap other tensors (a quantised weight), the user sees the wrappers.
         with outer_tensors(module):
             yield
     finally:

@@ -60,6 +60,7 @@ def _distribute_tensors(local_state_dict: dict[str, object], keys: list[str], *a
     """
     for key in keys:
         pair = local_state_dict.get(key)
+        # Other entries are left to torch's function, below: it cuts shards of one box right.
         if not isinstance(pair, tuple) or not isinstance(pair[0], DTensor) or not _is_strided(pair[0]):
             continue
         target, part = pair
@@ -161,6 +162,7 @@ def indices_at(
     indices = [torch.arange(size) for size in shape]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Owned):
+            # The owner has the whole tensor, and the other coordinates no row of it.
             indices[0] = indices[0] if coordinate[mesh_dim] == placement.owner else indices[0][:0]
         elif isinstance(placement, Shard | _StridedShard):
             # The indices are a 1-d tensor, so the split is along dim 0.
@@ -352,6 +354,7 @@ class GatheredView(DTensor):
         for source in {id(x._source): x._source for x in views}.values():
             source.read()
         first = args[0] if args else None
+        # A view of a view has the same source, to which it writes through.
         if func.is_view and isinstance(first, GatheredView):
             return _wrapped(func(first._local_tensor, *args[1:], **kwargs), first._source)
         writes = list(written(func, args, kwargs))
@@ -362,6 +365,7 @@ class GatheredView(DTensor):
                 return stands_for.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
             return x
 
+        # As plain DTensors, on which the op does not come back here.
         result = func(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
         for x in writes:
             if isinstance(x, GatheredView):

@@ -55,6 +55,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are unchanged then.
     """
     mesh, whole = groups.mesh, groups.whole
+    # A zero is among the norms, so that ranks without gradients take part in the all-reduce.
     norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
     for name, param in module.named_parameters():
         if param.grad is None:
@@ -150,6 +151,7 @@ class Sync:
         accumulating = self.unreduced()
         if not self.sums:
             return accumulating
+        # A sum is already reduced over shards if its layout is the storage's, but for pending reductions.
         summed = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
         whole = (
             accumulating.whole

@@ -91,6 +91,7 @@ class GraphedStep:
         recorded = self._recorded.get(key)
         if recorded is not None and recorded.program is program:
             self._refresh(recorded, args, kwargs)
+        # Recorded steps keep memory, so their number is limited.
         elif self._ran[key] < WARM or len(self._recorded) >= MOST:
             self._ran[key] += 1
             return self._run_unrecorded(args, kwargs)
@@ -126,6 +127,7 @@ class GraphedStep:
         rates = [_rate(group["lr"], self._state.device) for group in self._optimizer.param_groups]
 
         def step() -> Result:
+            # A recording can neither compare inputs between ranks, for which the host waits, nor draw keys.
             self._state.turns.paused, runner.keys = True, list(keys)
             try:
                 with self._rates(rates):
@@ -207,6 +209,7 @@ class GraphedStep:
             return None
         with torch.enable_grad():  # as the update is called
             entry = known_program(state, args, kwargs)
+        # A recorded step sets each gradient, and does not add to one that is there.
         if entry is None or any(x.grad is not None for x in state.params.snapshot.parameters.values()):
             return None
         key, program = entry
@@ -315,6 +318,7 @@ def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Reco
         )
     wrapped = hasattr(optimizer, "_selects")  # it updates local tensors
     for group in optimizer.param_groups if isinstance(optimizer, _RATE_ON_HOST) else ():
+        # If `foreach` is not given, torch uses it for plain tensors only.
         plain = wrapped or not any(isinstance(param, DTensor) for param in group["params"])
         if not (plain if group["foreach"] is None else group["foreach"]):
             raise InputError(

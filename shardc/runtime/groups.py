@@ -89,6 +89,7 @@ class Groups:
         self.prefix = _prefix(tag)
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
+        # The groups inside a stage; checks between ranks are still those of the whole mesh.
         if whole is not None:
             self.mesh, self._global = self.mesh.of_stage(stages), self.of_stage(self.stage)
             self.rank = self._global.index(dist.get_rank())
@@ -127,6 +128,7 @@ class Groups:
         """
         if not dist.is_initialized():
             raise MeshError("there is no process group to run on", fix="call dist.init_process_group first")
+        # A new world: DTensor's caches may name groups of one that has ended.
         if _world() not in _known:
             _compat.forget_specs_of_dtensors()
         groups_by_mesh = _known.setdefault(_world(), {})
@@ -139,6 +141,7 @@ class Groups:
             return whole
         if stages not in whole._inside:
             whole._inside[stages] = cls(device_mesh, len(groups_by_mesh), whole=whole, stages=stages)
+            # Entered too, since the tag of the next mesh is the number of entries.
             of_stages = (*key, stages)
             groups_by_mesh[of_stages] = whole._inside[stages]
         return whole._inside[stages]
@@ -307,6 +310,7 @@ class Groups:
         everyone = list(range(dist.get_world_size()))
         if groups == [everyone] and not _is_shared(self.device_mesh):
             return _world()
+        # Torch orders the ranks of a group by number, and graphs count them in mesh order: both must be the same.
         if axes[0] in self.mesh.axes and len(axes) == 1 and all(group == sorted(group) for group in groups):
             return self.device_mesh.get_group(axes[0])
         return self._new(axes)
@@ -427,6 +431,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
     step = error.__traceback__
     while step is not None:
         frame, line = step.tb_frame, step.tb_lineno
+        # Either a frame of fx.Interpreter, at node `n`, or one of Inductor's code (`call`), at a line of it.
         at = frame.f_locals.get("n") if frame.f_code.co_name == "run_node" else None
         if isinstance(at, fx.Node):
             collective = _start(at)
@@ -436,6 +441,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
             first, takes = (segment.collective, segment.takes) if segment is not None else (0, ())
             if index is not None and 0 <= index < len(starts) - first:
                 collective = starts[first + index]
+            # A negative index: the wait for a collective that an earlier segment has started.
             elif index is not None and -1 - index in range(len(takes)):
                 collective = next(_start(node) for node in gm.graph.nodes if node.name == takes[-1 - index])
         step = step.tb_next

@@ -155,6 +155,7 @@ def _to_host(x: Tensor, read: bool = True) -> Tensor:
         copied.copy_(x, non_blocking=True)
         done = copies.record_event()
     if read:
+        # Nothing else keeps `x` until the copy is done: its memory is reused only after that.
         x.record_stream(copies)
         _register_work(copied, _Copy(done.synchronize, (copied,)))
     else:

@@ -56,7 +56,7 @@ class ModuleSnapshot:
         places = [(attributes, kind) for attributes in self._attributes for kind in _KINDS]
         self._places = [(attributes, kind) for attributes, kind in places if attributes[kind]]
         self._full = [attributes[kind] for attributes, kind in self._places]
-        # Most are empty: one check per module.
+        # Most are empty: one check per module. The first kind twice: for one key, an itemgetter returns no tuple.
         empty = [(attributes, [kind for kind in _KINDS if not attributes[kind]]) for attributes in self._attributes]
         self._empty = [(itemgetter(*kinds, kinds[0]), attributes) for attributes, kinds in empty if kinds]
         self._sizes = list(map(len, self._full))

@@ -105,6 +105,7 @@ def shardwise(
             shard = InitShard.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
             stand_ins[id(tensor)] = shard, _stand_in(tensor, shard)
         slots.append(Slot(name, module, kind, key, tensor, *stand_ins[id(tensor)]))
+    # The dicts are restored as a whole, since the initialisation may also add and remove entries.
     tables = [(getattr(module, kind), dict(getattr(module, kind))) for module in model.modules() for kind in _KINDS]
     for slot in slots:
         getattr(slot.module, slot.kind)[slot.key] = slot.stand_in
@@ -332,6 +333,7 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
             _write(state, slot, values[id(slot)], fresh)
         for slot in slots:
             _note_attributes(slot)
+    # Ranks compare the new values at the next call.
     state.params.fresh = True
     return result
 
@@ -353,6 +355,7 @@ def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch
     """
     before: Any = slot.before
     if slot.kind == "_buffers":
+        # Replaced by the initialisation, or without memory so far: the buffer becomes another tensor.
         if slot.now is not slot.stand_in or before.is_meta:
             slot.module._buffers[slot.key] = fresh.setdefault(id(before), value.to(state.spec.device))
         else:

@@ -48,6 +48,7 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
     mesh.
     """
     if isinstance(x, ReadOnly):
+        # A plain tensor, as programs take; reading the output checks that it is not outdated.
         return x.clone()
     if not isinstance(x, DTensor):
         return in_order(x)

@@ -221,6 +221,7 @@ class Microstep:
             results = loops(program).train({program.loss: tangent})
             self._grads = results.grads
         else:
+            # If loops before the forward depend on gradients, a variant of the program without gradients infers.
             results = loops(program.using(frozenset()) if program.opens_backward else program).infer()
         self._outputs = results.outputs
 

@@ -150,6 +150,7 @@ class LostRanks:
                 work += json.loads(store.get(f"{self._waits}{rank}"))
             else:
                 first.append(rank)
+        # All have given up if ranks wait for each other in a circle.
         return sorted(first) or [*ranks]
 
     def _silent(self, store: dist.Store) -> list[int]:

@@ -57,6 +57,7 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     copied_state = type(state)(module_copy, state.spec, build, state.params.sync.for_copy(), {}, state.found)
     copied_state.around = copy.deepcopy(state.around, memo)
     copied_state.cache.explicit, copied_state.cache.shapes = state.cache.explicit, dict(state.cache.shapes)
+    # Under the guards that the module's cache has now: a first call may have set attributes that they compare.
     for key, program in state.cache.programs.items():
         copied_state.cache.add(program, key.guards)
     return module_copy
@@ -220,6 +221,7 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         args, kwargs = targets_last(state.params.view, args, kwargs, state.spec.targets or ())
     leaves, spec = flattened(args, kwargs)
     program, rows, compares = _program(state, args, kwargs, leaves, spec)
+    # A step that is to be recorded as a CUDA graph raises here if this program cannot be.
     if state.admits is not None:
         state.admits(program)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -237,7 +239,8 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
     ]
     for x, mine, layout in zip(tensors, local, layouts, strict=True):
-        if isinstance(x, DTensor) and mine.requires_grad:  # whose gradient is of the objective
+        # The gradient of a DTensor is that of the one global loss, not of this rank's own loss.
+        if isinstance(x, DTensor) and mine.requires_grad:
             mine.register_hook(partial(torch.div, other=state.spec.unit(program.outputs, layout)))
     runner = state.cache.runner(program)
     check_units(runner, local, layouts)
@@ -286,6 +289,7 @@ def _program(
     mode, deferred = state.params.snapshot.mode(), state.params.sync.deferred()
     assert state.spec.groups is not None
     around = TorchGlobalState.now(state.spec.device)
+    # An error was raised since the last call, perhaps at different points on the ranks.
     if state.spec.groups.consistency.epoch != state.epoch:
         state.begin_anew(state.spec.groups.consistency.epoch)
     key = call_key(leaves, spec, mode, around, deferred)
@@ -296,6 +300,7 @@ def _program(
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         event = call_event(state.name, call, leaves, mode, *modes, deferred, axes)
         entry = CallCacheEntry(event, axes)
+        # With dynamic sizes there may be a key for each size; these calls are looked up each time.
         if key is not None and not state.cache.build.dynamic.names:
             state.cache.calls[key] = entry
     state.spec.groups.consistency.call = entry.event
@@ -324,6 +329,7 @@ def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[s
     are not split.
     """
     tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.spec.mesh.ranks
+    # Of sizes that all axes divide, as the question is only which axes split dim 0.
     shapes = [
         (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
     ]
@@ -381,6 +387,7 @@ def _find_program(
     if not state.cache.explicit:
         return state.cache.program_for(*by_plan())
     try:
+        # The program that accepts these local shapes says the global ones.
         shapes = [layout.shape for _, layout in fitting(call, tensors, state.cache.programs).inputs]
     except InputError:
         if not state.cache.build.dynamic.names:

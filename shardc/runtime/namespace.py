@@ -152,6 +152,7 @@ class Namespace(State):
         check_kinds(self.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
         with self._compiles():
             program = self.cache.program_for(args, kwargs, needs_dumps=True)
+        # Calls are looked up anew: earlier ones may have run programs that were not lowered.
         self.cache.explicit = True
         self.cache.calls.clear()
         if program not in self.cache.programs.values():  # one of many sizes, for this one

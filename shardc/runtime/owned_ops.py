@@ -84,6 +84,7 @@ def _operands(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree
         columns, beside = [alone], [x for each in lists for x in each]
     writes, like = {id(x) for x in written(op, args, kwargs)}, []
     for column in columns:
+        # The layout is that of a DTensor if possible, and not of a scalar, which fits any layout.
         first = min(column, key=lambda x: (_is_scalar(x), not isinstance(x, DTensor)))
         for x in column:
             fits = isinstance(x, DTensor) and (x.placements, x.shape) == (first.placements, first.shape)

@@ -77,6 +77,7 @@ class Box:
         indices = indices_at(shape, placements, sizes, coordinate)
         local = tuple(map(len, indices))
         if all(len(index) == 0 or int(index[-1] - index[0]) + 1 == len(index) for index in indices):
+            # One box: slices are faster than an index, and select a view.
             starts = [int(index[0]) if len(index) else 0 for index in indices]
             return Box(tuple(slice(at, at + size) for at, size in zip(starts, local, strict=True)), local)
         ones = [1] * len(shape)
@@ -255,9 +256,11 @@ def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
     """
     ranks, dims = param.device_mesh.mesh, split_dims(param)
     over = [dim for dim in range(ranks.dim()) if dim not in dims]
+    # All replicas get an owner at the same coordinates: the most loaded of these ranks counts.
     most = load[ranks].amax(over, keepdim=True) if over else load[ranks].clone()
     for dim in dims:
         if isinstance(placement := param.placements[dim], Owned):
+            # Only ranks of the pipeline stage that stores the parameter may own it.
             others = [at for at in range(most.shape[dim]) if at != placement.owner]
             most.index_fill_(dim, torch.tensor(others), torch.inf)
     best = torch.unravel_index(most.argmin(), most.shape)

@@ -174,7 +174,8 @@ def _load(
     *_: object,
 ) -> None:
     """Pre-hook of ``load_state_dict`` that lets a sharded module load unsharded tensors. Copies this rank's shard of
-    each value of ``state_dict`` into the parameter, and puts the parameter in the value's place.
+    each value of ``state_dict`` into the parameter, and puts the parameter in the value's place, so that torch's
+    own copy changes nothing.
     """
     for key, (storage, home) in stored.items():
         param, loaded = module._parameters.get(key), state_dict.get(prefix + key)
@@ -224,6 +225,7 @@ def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: M
     """
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
+            # `refill` swaps the parameter for a new tensor, which would take the gradient along.
             grad, param.grad = param.grad, None
             padded, home = padded_local(param, storages[name]), homes[name]
             # A wrong device is left to `check`.
@@ -279,6 +281,7 @@ class ParamStore:
         """Returns a copy of the user's module in its present state, with ``meta`` tensors at global shapes, for
         capture.
         """
+        # Strides are those of the user's parameters at compile; DTensors of the module are contiguous.
         named = self.spec.template.named_parameters(remove_duplicate=False)
         strides = {name: param.stride() for name, param in named}
 

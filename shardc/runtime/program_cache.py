@@ -245,6 +245,7 @@ class ProgramCache:
         ):
             raise no_targets(self.params.view, self.spec.targets)
         deferred = NOTHING if evaluates else self.params.sync.deferred()
+        # Only a trace tells whether the model reads the grad mode; if so, a call without gradients has its own program.
         for grad in True, False:
             with tracing(grad):
                 example = args, kwargs, self.with_loss(args, kwargs)
@@ -259,6 +260,7 @@ class ProgramCache:
                     self._warn_of_unused(wanted)
                     with cheap_garbage_collection(), compiling(self.programs, wanted):
                         build, model = self.build, self.params.present()
+                        # The store has neither the graphs after each pass nor programs of `no_sync`.
                         if needs_dumps or deferred:
                             program = build(model, *example, deferred)
                         else:
@@ -300,6 +302,7 @@ class ProgramCache:
         """
         example = args, kwargs, self.with_loss(args, kwargs)
         program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
+        # It may be new, with other reads to watch.
         if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
             self._watch()
         return program

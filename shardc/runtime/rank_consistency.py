@@ -168,6 +168,7 @@ class RankConsistency:
             self._check(self.number)
             yield
         except BaseException:
+            # `report_error` then makes ranks raise that are in this event, too.
             self._inside = True
             raise
         finally:
@@ -325,6 +326,7 @@ class RankConsistency:
         if other is None and self._different is None:
             verdict = comparisons.wait(store, number)
             if verdict == BEFORE:
+                # The listener thread has, or is about to get, the error that says how ranks differed before.
                 self._found.wait(_HEARD)
             other = None if isinstance(verdict, str) else verdict
         with self._lock:  # the thread that listens hears of it too
@@ -339,6 +341,7 @@ class RankConsistency:
         ``other`` is (that rank, hash of its event).
         """
         mine = self.rank, self._past[number - self.number - 1]
+        # In order of rank, so that both raise the same text.
         pair = sorted((mine, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
         self._different = difference(rank_a, lines_a, rank_b, lines_b)
@@ -463,6 +466,7 @@ class RankConsistency:
                 self._different = self._failure[1]
                 raise_in(self._compiles, Stopped)
                 return
+            # A collective between two events counts as part of the later one.
             if self.running and self.number + self._between > number:
                 self._different = self._failure[1]
                 self._found.set()
@@ -482,6 +486,7 @@ class RankConsistency:
             if (where := self._samples.stuck(int(asks), _STUCK)) is not None:
                 error = different_waits(self.rank, where, int(asks), self._comparisons.lines(store, key))
                 with self._lock:
+                    # This rank raises it, too, as soon as it leaves the collective.
                     self._failure = self._failure or (self.number, error)
                 self._comparisons.asked.difference_update(pending)
                 self._log(store, ["waits", self.rank, pending[0], error.what, error.fix])

@@ -166,6 +166,7 @@ class ReadOnly(Tensor):
         args, kwargs = pytree.tree_unflatten([plain(x) for x in leaves], spec)
 
         def as_view(x: Any) -> object:
+            # A result in the memory of a read-only tensor is a view of it, and must not be written either.
             source = sources.get(_memory(x)) if isinstance(x, Tensor) and not isinstance(x, DTensor) else None
             return x if source is None else cls.of(x, source)
 

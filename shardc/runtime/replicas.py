@@ -83,6 +83,7 @@ def compare_values(
     compared_with = {key: _first_replica(_split(storages.get(key)), groups) for key in tensors}
     answers = consistency.exchange(event, json.dumps(mine), {0, *compared_with.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
+    # A shard must equal that of the first replica; whole tensors that were sharded, those of the first rank.
     wrong = [
         (key, rank)
         for key, (fingerprint, of_source) in mine.items()
@@ -101,6 +102,7 @@ def compare_values(
             f"{kind} {key!r} has other values on rank {consistency.rank} than on rank {groups.everyone()[rank]}"
             + (f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else "")
         )
+    # Not `SAME` on one rank makes the events differ, so that all ranks raise its text.
     consistency.enter(Event((("event", f"comparison of the values of {name}"), ("values", outcome))), ask=True)
 
 
@@ -167,6 +169,7 @@ def compare_inputs(
     if wrong:
         lines = _differing(wrong, shared[wrong[0]], first[wrong[0]], groups)
         lines = lines if fix is None else [lines[0], ("fix", fix)]
+    # Not `SAME` on one rank makes the events differ, so that all ranks raise its text.
     consistency.enter(Event((("event", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
 
 

@@ -100,6 +100,7 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
     fix = 'raise the capacity of shardc.ep(..., dispatch="bounded"), or use dispatch="send", which has no limit'
     if overfull is None:
         raise InputError("experts of another stage get more rows than their capacity has room for", fix=fix)
+    # `Load.most` has the sending rank, too: rows times the number of ranks, plus the rank.
     name, load, most = overfull
     raise InputError(
         f"{name or 'the model'}: rank {int(load.most) % load.ranks} has {most} rows for the experts of one rank, and "

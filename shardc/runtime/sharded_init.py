@@ -87,6 +87,7 @@ class Lazy(torch.Tensor):
         if func._schema.is_mutable:
             return func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
         if func is aten._to_copy.default:
+            # It stays on the CPU: its elements go to a device when a tensor there is filled.
             kwargs.pop("device", None)
         metas = func(*pytree.tree_map_only(Lazy, lambda x: x.meta, args), **kwargs)
         if func in _SAME:
@@ -94,6 +95,7 @@ class Lazy(torch.Tensor):
         if func is aten._to_copy.default:
             return cls(metas, lambda index: source.read(index).to(metas.dtype))
         if func is aten.slice.Tensor:
+            # dim, start, end and step, with the op's defaults.
             arguments: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
             return cls(metas, _narrowed(source, arguments[0], range(source.shape[arguments[0]])[slice(*arguments[1:])]))
         if func is aten.index_select.default:
@@ -480,6 +482,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
         starts.append(start)
     sources: list[int | None] = []  # dim of the view -> dim of the parameter; None for size 1
     for size, step in zip(view.shape, view.stride(), strict=True):
+        # A dim of the view comes from the dim of the parameter that has its stride.
         fitting = [d for d, s in enumerate(stride) if s == step and shard.shape[d] > 1 and d not in sources]
         if size == 1:
             sources.append(None)
@@ -492,10 +495,12 @@ def piece_of(func: object, view: Virtual) -> Piece:
     local = shard.local
     indices: list[Sequence[int]] = []
     for dim, index in enumerate(shard.indices):
+        # Of this rank's indices along the dim, those in the view, counted from the view's first element.
         low, high = bisect_left(index, starts[dim]), bisect_left(index, starts[dim] + lengths.get(dim, 1))
         local = local.narrow(dim, low, high - low)
         indices.append(shifted(index[low:high], starts[dim]))
     shape, held_by_view = tuple(view.shape), tuple(range(1) if s is None else indices[s] for s in sources)
+    # The view is at one index along these dims, which this rank may not have.
     single = [dim for dim in range(len(shard.shape)) if dim not in lengths]
     if any(not indices[dim] for dim in single):
         return Piece(shape, held_by_view, None)

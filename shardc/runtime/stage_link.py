@@ -92,6 +92,7 @@ class StageLink:
                 with self._named_errors(message):
                     work.wait(self._timeout)
         self._post_receives(source)
+        # The source had received as many messages before it sent this one: their sends are done.
         self._leave(source, received)
         return [x for _, x in receives]
 

@@ -109,6 +109,7 @@ class State:
         new = iter(fn([(name, x) for name, x in named if isinstance(x, Tensor)]))
         values = [next(new) if isinstance(x, Tensor) else x for x in leaves]
         new_args, new_kwargs = pytree.tree_unflatten(values, structure)
+        # Targets that came by keyword, and were moved to the end, go back to the keywords.
         new_kwargs |= zip(self.spec.targets or (), new_args[len(args) :], strict=False)
         return new_args[: len(args)], {name: new_kwargs[name] for name in kwargs}
 

@@ -219,6 +219,7 @@ class Runner:
             # In a pipeline ranks run different graphs, which cannot be compared.
             compared_as = "" if self.program.stage_ranks else f"run of the {half.kind}"
             seeks_nan = half.kind == "backward" and torch.is_anomaly_enabled()
+            # The search interprets the graph as it was before lowering, and so by the plan of that.
             plan = half.plan if seeks_nan else compiled.plan
             with (
                 consistency.runs(compared_as),
@@ -299,6 +300,7 @@ class Runner:
         if key not in self._prepared:  # alike on all ranks, whichever graphs they run
             self._compile(self.program.step(training), partial(self.program.certificate, training))
             self._prepared.add(key)
+        # One event for the step: stages run different graphs, which cannot be compared one by one.
         self.groups.consistency.enter(self._step_event)
 
     def _runs_here(self, half: Half) -> bool:
@@ -309,6 +311,7 @@ class Runner:
         """Checks that all ranks have the same graphs (``halves``) and the same list of collectives
         (``certificate``). Then lowers those graphs that this rank runs.
         """
+        # Once per process, before the first step.
         keep_heap()
         # The graphs have their casts.
         with self.groups.consistency.compiles(), cheap_garbage_collection(), _compat.no_autocast():

@@ -132,6 +132,7 @@ def to_parameter(
             f"would cut to {list(expected)}",
             fix=fix,
         )
+    # DTensor's own hooks for checkpoints take a shard for one box of the tensor.
     if not all(isinstance(local_indices(storage, shape, dim, rank), range) for dim in range(len(shape))):
         gathered.install_checkpointing()
     dtensor_ops.install(device_mesh)

@@ -105,6 +105,7 @@ class Rows:
         width = prod(x.shape[1:]) * x.element_size()
         sent = torch.zeros(max(counts) * width, dtype=torch.uint8, device=x.device)
         sent[: x.shape[0] * width] = bytes_of(x)
+        # Groups are named by axes in mesh order; blocks are numbered in the order of the layout's axes.
         ordered = sorted(axes, key=groups.mesh.order)
         parts = gather(sent, groups, tuple(ordered))
         members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]

@@ -53,6 +53,7 @@ class View:
         """Applies the view ops to the source tensor ``x``, and returns the output."""
         if self.from_feed and self.output.itself:
             return x
+        # Either a view of the detached source, or (below) a detached tensor that is no view, as on one device.
         if self.detached and self.output.view:
             x = x.detach()
         for op in self.ops:
@@ -204,6 +205,7 @@ def views_of(
             add(view, feed[source], fits)
         elif dtensors or output.itself or ("param", output.of) not in takes:  # a constant of the program
             stray.add(at)
+        # A view of a parameter stays as the graph returns it, if it is in the parameter's memory.
         elif memory_of(feed[takes["param", output.of]]) != memory_of(outputs[at]):
             stray.add(at)
     bases: list[Base] = []
@@ -360,6 +362,7 @@ def _base(
         values = through
     start = min(x.storage_offset() for x in values)
     places = tuple((tuple(x.shape), x.stride(), x.storage_offset() - start) for x in values)
+    # An expanded output has one element at several places, and gradients are split by places.
     if any(n > 1 and step == 0 for sizes, strides, _ in places for n, step in zip(sizes, strides, strict=True)):
         return None
     return Base(tuple(group), places, frozenset(group).intersection(gradients))

@@ -69,7 +69,8 @@ class Arena:
         called when the tensor's storage is freed.
         """
         first, last = span = slot.offset, slot.offset + slot.size
-        # `_is_free` gets a copy: finalizers of other threads remove ranges meanwhile.
+        # `_is_free` gets a copy: finalizers of other threads remove ranges meanwhile. `gone` removes from the list of
+        # this memory, although `reserve` may replace both before the tensor is freed.
         used = self._used
         if last > self.size or prod(shape) * dtype.itemsize > slot.size or not _is_free(span, used.copy()):
             return None
@@ -171,6 +172,7 @@ class Buffers:
             like: a tensor of the result's dtype and device.
         """
         self._turn += 1
+        # Results that leave the graph count until it ends, as their caller may keep them for long.
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
         size = counted[turn] = prod(shape) * like.element_size()
         self.in_use += size

@@ -216,6 +216,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
     reduced = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
+    # Gloo's threads keep a tensor for a while after the wait, and would keep the arena's memory in use.
     lent, returned = lend(flat)
 
     def finish() -> None:
@@ -248,6 +249,7 @@ def _start_reduction(
         into[at] = dict(zip(peers[1:], beside, strict=True))
     for at in alone:
         into.setdefault(at, {})[peers[0]] = results[at].view(-1)
+    # The slots are those of the results, then of the buffers, then of the shared messages.
     wires = len(results) + (len(alone) if ranks > 2 else 0)
     mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
@@ -259,6 +261,7 @@ def _start_reduction(
         terms_by_rank = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
         for result, *rows in zip(results, *terms_by_rank, strict=True):
             total = result.view(-1)
+            # The first peer is rank 0 or 1, so its term, which lies in `total`, is read before `total` is written.
             torch.add(rows[0], rows[1], out=total) if op in ("sum", "avg") else total.copy_(COMBINE[op](*rows[:2]))
             for row in rows[2:]:
                 total.copy_(COMBINE[op](total, row))
@@ -373,6 +376,7 @@ def _send_by_all_to_all(
     goes, comes = sends.tolist(), receives.tolist()
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
     works = [
+        # Results and operands may have unused rows at their end.
         dist.all_to_all_single(to[: sum(comes)], x[: sum(goes)].contiguous(), comes, goes, group, async_op=True)
         for to, x in zip(received, inputs, strict=True)
     ]

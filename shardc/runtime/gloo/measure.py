@@ -131,6 +131,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     host_seconds = mean(
         lambda call, kind: _host_seconds(partial(run_and_wait, call, operands(kind, _SMALL)), runs, group)
     )
+    # A collective of one small tensor sends one message to each peer.
     call_seconds = max(host_seconds - message * (ranks - 1), 0.0)
     latency = max(
         mean(lambda call, kind: _after_compute(call, operands(kind, _SMALL), runs, group)) - host_seconds, 0.0
@@ -177,6 +178,7 @@ def _slowdown(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: 
     x = torch.rand(256, 256)
     alone = _fastest(lambda: [c10d.wait_tensor(result) for result in call(xs)], runs, group, times)
     product = _fastest(lambda: x @ x, runs, group, times=50)
+    # Compute goes on for twice as long as the collective, so that all of it is concurrent.
     count = max(int(2 * alone / product), 1)
 
     def compute() -> None:
@@ -220,6 +222,7 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
     attended = forward(shape, shape, shape) + backward(shape, shape, shape, shape)
     tensors, weight = _in_turn(lambda: [torch.rand(2048, 512) for _ in range(4)]), torch.rand(512)
     fused: Any = torch.compile(_elementwise, fullgraph=True, dynamic=False)
+    # `_elementwise` reads 4 tensors and writes 3.
     moved = 7 * next(tensors)[0].nbytes
     return (
         counted / _typical(multiply, 10 * runs), attended / _typical(attention, 10 * runs),

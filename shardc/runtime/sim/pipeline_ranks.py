@@ -73,12 +73,14 @@ class PipelineRanks:
         running = {rank: loops.steps(training, tangents, results[rank]) for rank, loops in enumerate(self.ranks)}
         while running:
             before = self.wires.moved
+            # Each rank runs until it waits for a message; `self` is the default that says that it has ended.
             ended = [rank for rank, steps in running.items() if next(steps, self) is self]
             for rank in ended:
                 del running[rank]
             progress = ended or self.wires.moved > before
             assert progress, f"ranks {sorted(running)} of the pipeline wait for each other"
         assert not any(self.wires.queues.values()), f"messages that no rank received: {self.wires.queues}"
+        # Outputs have been sent to all ranks; gradients of a parameter are on the rank that stores it.
         first = results[0]
         for other in results[1:]:
             first.grads |= other.grads

@@ -94,6 +94,7 @@ class Simulation:
         else:
             half = program.step(training=grad)[0]
             results = self._run(half, self._feed(half, fed))
+            # In training, the backward checks them, as on real ranks.
             if half.phase != FORWARD:
                 self._check_loads()
             saved = {r.name: x for r, x in zip(half.gives, results, strict=True) if r.kind == "saved" and x is not None}
@@ -189,6 +190,7 @@ class Simulation:
         def argument(port: Port, microbatch: int) -> PerRank:
             role = port.role
             if role.kind == "coordinate":
+                # The axis of microbatches is the last, the fastest one of the mesh `timed`.
                 places = (rank * program.microbatches + microbatch for rank in ranks)
                 return PerRank(torch.tensor([flat_index(timed, tuple(role.name.split(",")), at)]) for at in places)
             stored = self.params if role.kind == "param" else buffers
