@@ -55,6 +55,7 @@ def annotate(
     names = NameScope()
     needed = _needed_forward(gm.graph)
     backward_from = _first_backward(gm.graph, needed)
+    # Forward nodes behind it are moved before it, so that all that follows is backward.
     _forward_first(gm.graph, backward_from, needed)
     backward = False
     for node in gm.graph.nodes:
@@ -325,6 +326,7 @@ def _module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
+    # Dynamo writes L['self']._modules['model'].layers[0].norm for the model's module "layers.0.norm".
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).replace("._modules", "")
     return model_name(path).strip(".")

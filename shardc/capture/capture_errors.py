@@ -352,6 +352,7 @@ def capture_error(
     for form, what, fix in REFUSALS:
         if re.search(form, text):
             fix += _FIX_EXPERTS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
+            # Dynamo gives no line for requires_grad_(): it is looked for in the source.
             line = user_frame(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
             return CaptureError(f"{type(model).__name__} {what}", source=line or calling_line(), fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):

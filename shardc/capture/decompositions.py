@@ -59,6 +59,7 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
         return
     with mode, torch.no_grad():
         memories = [_memory(node.args[0]) for node in nodes]
+        # Replaced op -> its replacement. An op that was replaced may own the storage of a later one.
         now: dict[fx.Node, fx.Node] = {}
         for node, (base, offset) in zip(nodes, memories, strict=True):
             with graph.inserting_before(node):
@@ -191,6 +192,7 @@ def _memory(node: fx.Node) -> tuple[fx.Node, int]:
         chain.append(chain[-1].args[0])
     base = chain.pop()
     val = base.meta["val"]
+    # Views of a tensor with the owner's strides tell the offset: that of the traced one may differ by the owner's own.
     at: Any = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
     for view in reversed(chain):
         at = view.target(at, *view.args[1:], **view.kwargs)

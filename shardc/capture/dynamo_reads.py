@@ -61,6 +61,7 @@ def memories_of(
     tensors = (*plain, *root.named_parameters(), *root.named_buffers())
     names = {id(x): model_name(places.get(name, name)) for name, x in tensors}
     names |= dict(zip(map(id, fakes), inputs, strict=True))
+    # For the inputs of the root, all that Dynamo's graph takes, in order: parameters, buffers and other tensors, too.
     feeds = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
     owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
     tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
@@ -217,6 +218,7 @@ def reads_of(
         if what == "has" and isinstance(key, bytes):  # the presence of an environment variable
             reads.add(Read(f"{text}[{key!r}]"))
             continue
+        # A key that is no literal cannot be named in a guard: all keys are compared.
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
         if read.key == _COMPILED_CALL or (read.what != "value" and _STATE_TABLE.search(text)):
             continue

@@ -48,7 +48,7 @@ class _Flex(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_sums: Tensor | None) -> Any:
         query, key, value, *captured, out, sums = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
-        needed = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad[5:]  # of the captured tensors
         wanted = [at for at, needs in enumerate(needed) if needs]
         gradients = FLEX_GRADIENT(
             grad, query, key, value, out, sums, grad_sums, wanted, captured, ctx.body, ctx.scale, key.shape[2]
@@ -70,6 +70,7 @@ def attention(
     body, mask_mod = None, block_mask[-1]
     captured = (*score_mod_other_buffers, *mask_mod_other_buffers)
     if _are_plain((query, key, value, *captured)):
+        # The functions are traced by themselves, outside of the trace that calls this.
         with _disable_current_modes():
             body = functions_of(
                 query, score_mod, score_mod_other_buffers, mask_mod, mask_mod_other_buffers, kernel_options
@@ -195,6 +196,7 @@ class _Broadcast:
         the op is pointwise, a lookup by numbers, or makes a new tensor.
         """
         if node in self.partial:
+            # Not copied: the next lookup takes all indices at once.
             return all(user.target is aten.index.Tensor and user.args[0] is node for user in node.users)
         operands = node.all_input_nodes
         if node in self.lookups:
@@ -207,6 +209,7 @@ class _Broadcast:
             return False
         elif node.target in _NEW:
             self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+            # It takes dtype and device of its operand only, and is the same for all scores.
             self.varies.discard(node)
         elif node.target in _LIKE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             if any(x.meta["val"].ndim for x in operands):

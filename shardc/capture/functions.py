@@ -63,6 +63,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
         raise _error(node, f"{kind} is given a number among its operands", "pass it as a tensor")
     graphs = tuple(graph_of_function(getattr(gm, module.target), node, kind) for module in modules)
     node.meta["val"] = list(node.meta["val"])
+    # An op of shardc returns tensors only, so results that are None have no number.
     places = {old: new for new, old in enumerate(at for at, x in enumerate(node.meta["val"]) if isinstance(x, Tensor))}
     for user in list(node.users):  # without the results that are None
         if user.target is getitem and user.args[1] in places:
@@ -174,6 +175,7 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
     steps = operands[carries].meta["val"].shape[0] if sequences else 0
     for at in reversed(range(carries + 1, carries + sequences)):  # the first one says how many steps there are
         if (same := _repeated(operands[at])) is not None:
+            # The sequence repeats one value: this becomes the last operand, the same in all steps.
             operands[:] = [*operands[:at], *operands[at + 1 :], same]
             argument = arguments.pop(at)
             arguments[-1].append(argument)
@@ -191,6 +193,7 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
             continue
         with outer.inserting_before(scan):
             value = _copy_to_outer(outer, scan, results[user.args[1]], env)
+            # The scan returned it for each step; now it is computed once, and repeated.
             shape = [steps, *value.meta["val"].shape]
             every = _call(outer, scan, aten.expand.default, _call(outer, scan, aten.unsqueeze.default, value, 0), shape)
         user.replace_all_uses_with(every)

@@ -48,6 +48,7 @@ def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], k
     with ctx.redispatch_to_next():
         outs = functional(op)(*ctx.unwrap_tensors(args), **ctx.unwrap_tensors(kwargs))
     results = list(outs) if isinstance(outs, (list, tuple)) else [outs]
+    # The last results are the new values. Views of an argument's memory get them, too.
     for argument, value in zip(written, results[len(results) - len(written) :], strict=True):
         ctx.replace(argument, value)
         ctx.commit_update(argument)

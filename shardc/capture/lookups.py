@@ -121,6 +121,7 @@ class _Lookup:
         table, adds = (None, True) if scatters else (self.node.args[0], self.node.args[3:4] == (True,))
         whole = (*self.shape, *self.table[len(self.indices) :]) if self.plain else None
         if whole is None or not any(self.by_place) or (scatters and values.meta["val"].shape != whole):
+            # The op of flex_attention's gradients is replaced in any case.
             return self._scatter(self.table, self.node.args[1], values) if scatters else None
         varies = frozenset().union(*(x.dims for x in self.indices))
         fixed = [dim for dim in range(len(self.shape)) if dim not in varies]

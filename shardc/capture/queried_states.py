@@ -57,6 +57,7 @@ def recorded_states() -> Iterator[set[Read]]:
 
     The grad mode counts if code outside of torch reads it: torch's own code computes the same in both modes.
     """
+    # A trace without gradients serves calls without gradients only.
     reads = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
     call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(reads)
 
@@ -149,6 +150,7 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradien
     for at, node in enumerate(gm.graph.nodes):
         key: Hashable = (node.op, at)
         if node.op == "get_attr":
+            # By value, as each graph has constants of its own; a fake tensor has none.
             constant = attrgetter(str(node.target))(gm)
             key = (
                 repr(constant.tolist())
@@ -283,6 +285,7 @@ class GradMode:
             return block(this, tx, args, kwargs)
 
         with (
+            # A function decorated with `set_grad_enabled` calls this method, which Dynamo is to inline.
             patch.dict(get_torch_obj_rule_map(), {torch.set_grad_enabled.clone: UserFunctionVariable}),
             patch.object(TorchCtxManagerClassVariable, "call_function", make_block),
             patch.object(TensorVariable, "var_getattr", var_getattr),

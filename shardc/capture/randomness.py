@@ -190,6 +190,7 @@ class _Draws:
         shape = [*weights.shape[:-1], count]
         points = aten.mul.Tensor(self.uniform(shape, dtype=torch.float64, device=weights.device), total)
         index = aten.searchsorted.Tensor(sums, points, right=True)
+        # A point that is rounded up to the total gets the last index that has a weight.
         return aten.minimum.default(index, aten.searchsorted.Tensor(sums, total))
 
     def rrelu(

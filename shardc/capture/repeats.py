@@ -323,6 +323,7 @@ def find_repeats(
     """
 
     def record(dtypes: Dtypes) -> Recorder:
+        # Where results are reused, a call does not show all buffers that it changes.
         calls = record_calls(model, args, kwargs, device, loss, dtypes, reuse=True)
         return record_calls(model, args, kwargs, device, loss, dtypes, reuse=False) if calls.changed else calls
 
@@ -366,6 +367,7 @@ def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
     if any(before.exit > after.enter for before, after in pairs):  # a block calls the next one
         return None
     bodies = [_calls_inside(record, call, name) for call, name in zip(calls, names, strict=True)]
+    # Before block `at` come the calls `links[at]`, which are alike within a run.
     links = [None, *(_calls_between(record, before, after) for before, after in pairs)]
     runs, first = [], 0
     for at in range(1, size + 1):

@@ -114,6 +114,7 @@ class Run:
             with (
                 patch.object(checkpoint, "_checkpoint_without_reentrant_generator", self._region),
                 patch.object(CheckpointFunction, "apply", self._reentrant),
+                # Code that asks whether it is compiled gets the answer of Dynamo's trace.
                 patch.object(torch.compiler, "_is_compiling_flag", True),
             ):
                 yield
@@ -142,6 +143,7 @@ class Run:
         """
         meta = fx_traceback.current_meta
         before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
+        # What lies in a region already keeps its number: `before` comes last.
         meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **before}
         yield
         for key in {"recompute", "ac_graph_id"} - before.keys():
@@ -220,6 +222,7 @@ class Run:
         elif event == "c_call":
             owner = getattr(called, "__self__", None)
             if isinstance(owner, random.Random):
+                # Python's generator may be called by Dynamo, for a function that the model compiles itself.
                 callers = (frame.f_code, frame.f_back.f_code) if frame.f_back is not None else (frame.f_code,)
                 of_dynamo = any((versioned_path(x.co_filename) or "").startswith("torch/_dynamo/") for x in callers)
                 raise Unsupported("a trace of Dynamo's" if of_dynamo else "a random number of Python's")

@@ -137,6 +137,7 @@ class _Order:
         for at in range(len(nodes)):
             users = {user for node in nodes[at] for user in node.users if user in self.place}
             uses.append(sorted((self.place[user] for user in users), reverse=True))
+        # The k-th user from the end of each slice but the first: these may be the same call of each step.
         for places in dict.fromkeys(zip(*uses[1:], strict=False)):
             distances = {b - a for a, b in zip(places, places[1:], strict=False)}
             if len(distances) == 1 and (size := distances.pop()) > 0:
@@ -147,6 +148,7 @@ class _Order:
         segment contains the call at position ``last``.
         """
         keys, begin, end = self._keys, last - size * (steps - 1), last
+        # The last segment may end later, as long as ops repeat at this distance.
         while end + 1 < len(keys) and end + 1 < last + size and keys[end + 1] == keys[end + 1 - size]:
             end += 1
         if begin < 0 or any(keys[at] != keys[at + size] for at in range(begin, last - size + 1)):
@@ -276,6 +278,7 @@ class _Loop:
             numbers = [first, *(dict(indexed(out, x[1])).get(series) for x in others)]
             if numbers == [*range(series.count)] and series.count == len(self.segments) and not series.rest:
                 self.writes.append((series, number[1]))
+                # A scan stacks values as they are: they must have the shape of a slice, and not broadcast to it.
                 slot = list(value_of(out).shape)
                 slot[series.dim : series.dim + 1] = [] if series.size is None else [series.size]
                 return slot == list(value_of(value).shape)

@@ -547,6 +547,7 @@ def _change_text(ref: str, names: Collection[str]) -> str | None:
         installed = any(file.startswith(folder) for key, folder in get_paths().items() if key in ("purelib", "platlib"))
         return None if installed else f"the model changes globals of {module or scope}{name and f' ({name[1:]})'}"
     parts = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
+    # Without the first one, which is the model in the root module.
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", parts[0])[1:])
     return (
         attributes_text(path, names)

@@ -118,6 +118,7 @@ def capture_symbolic(
     hints: dict[int, str] = {}
 
     def size(name: str, value: int) -> SymInt:
+        # The first name with this size in the example; others share its symbol.
         first = hints.setdefault(value, name)
         if first not in symints:
             source = ConstantSource(name)

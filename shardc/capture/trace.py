@@ -120,6 +120,7 @@ class CaptureOnce:
             tuple((name, *_metadata(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
             tuple(tags), dtypes, frozenset(lengths),
         )  # fmt: skip
+        # Several may have the key: what they read is known only after the capture.
         for values, cached in self._cache.get(key, ()):
             if cached.reads.values(model, loss) == values:
                 return replace(cached, graph=_copied(cached.graph))
@@ -422,11 +423,13 @@ def trace(
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first trace has issued these warnings
             try:
+                # A trace in the other grad mode may have to check constants, too; one of constants is the last.
                 other = trace(
                     template, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths, retraces=grad != with_grad
                 )
             except ShardcError:
                 return None
+        # Traces in different grad modes are compared by their forwards.
         numbers: dict[Hashable, int] = {}
         first, second = (value_numbers(gm, numbers, grad == with_grad) for gm in (other.graph, joint.graph_module))
         return other.reads if first == second else None

@@ -42,6 +42,7 @@ def _may_write(node: fx.Node) -> bool:
         return bool(target._schema.is_mutable)
     if name.endswith("_") and not name.endswith("__") or "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
+    # A True by position may be that of `inplace`.
     return isinstance(target, Callable) and any(x is True for x in node.args) and _has_inplace(target)  # type: ignore[arg-type]
 
 

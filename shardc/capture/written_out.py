@@ -44,6 +44,7 @@ def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
     """
 
     def of_scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+        # Lengths of the sequences that it may run over: by elements, or by pieces, whose size is a dim of a slice.
         sizes = {len(x) * size for x in xs for size in (1, *x.shape[1:])}
         return (_scan if sizes.isdisjoint(lengths) else scan)(step, carries, xs, rest)
 
@@ -149,6 +150,7 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, condition: Any, step: Any, count: int, *operands: Any) -> Any:
         one_step = {FakeTensorMode: lambda mode, condition, step, carries, rest: _one_step(mode, step, carries, rest)}
+        # Below autograd, which this function stands for.
         with patch.dict(while_loop_op.python_key_table, one_step), torch._C._AutoDispatchBelowAutograd():
             results: Any = while_loop_op(condition, step, operands[:count], operands[count:])
         ctx.save_for_backward(*operands, *results)
