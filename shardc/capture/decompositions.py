@@ -99,6 +99,7 @@ class _Elements:
         # The base's dims by stride, the largest first.
         self.order = sorted(range(val.ndim), key=lambda dim: (-val.stride(dim), dim))
         last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        # Each place that is read must be an element of the owner, at a position that its strides tell.
         dense = val.permute(self.order).is_contiguous()
         if prod(self.size) and not (dense and 0 <= self.offset and last < val.numel()):
             name, at = node.target.overloadpacket.__name__, self.offset if storage_offset is None else storage_offset

@@ -234,9 +234,8 @@ def reads_of(
             if id(value) in tensor_ids:
                 continue
             if value.requires_grad:
-                if (
-                    id(value) not in graph_inputs
-                ):  # `torch.func.functional_call` reads what it puts others in the place of
+                # Not taken by the graph: `torch.func.functional_call` reads the tensors that it replaces.
+                if id(value) not in graph_inputs:
                     continue
                 raise _foreign_tensor_error(text, value, guard)
             if refused := why_refused(value):

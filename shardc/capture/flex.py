@@ -83,6 +83,7 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
+    # Torch broadcasts a batch of one; the op does not.
     key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     apply: Any = _Flex.apply
     out, sums = apply(body, scale, query, key, value, *captured)

@@ -217,6 +217,7 @@ class GradMode:
 
         def var_getattr(this: TensorVariable, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
             answer = attribute(this, tx, name)
+            # Without a source, the tensor is computed in the trace.
             if this.source is None and name in _RECORDED and self.note(tx):
                 return self._in_inference(name, answer, _is_view(this, tx))
             return answer

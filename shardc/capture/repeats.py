@@ -147,6 +147,7 @@ class Recorder(TorchFunctionMode):
         metadata of arguments) is not made: return new fake tensors like the earlier results.
         """
         name = getattr(func, "__name__", "_")
+        # Functions in place, and those of arguments that are not compared by value, are always called.
         if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return func(*args, **kwargs)
         try:
@@ -410,6 +411,7 @@ def _comparable(
     def role(x: Token) -> object:
         if (name := name_of(x)) is not None:
             return name
+        # Any other tensor is equal to itself only.
         return ("own", local[x]) if x in local and record.producers[x] >= start else ("other", x)
 
     def frozen(leaves: Sequence[object]) -> Frozen:

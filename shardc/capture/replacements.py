@@ -471,6 +471,7 @@ def multilabel_margin_loss(
     is_label = (target == -1).cumsum(-1) == 0
     label = torch.where(is_label, target, 0)
     labelled = ((label.unsqueeze(-1) == classes) & is_label.unsqueeze(-1)).any(-2)
+    # [..., label, class]: by how much each class comes too close to each label.
     margins = (1.0 - input.gather(-1, label).unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)
     counted = is_label.unsqueeze(-1) & ~labelled.unsqueeze(-2)
     return _reduced(torch.where(counted, margins, 0.0).sum((-1, -2)) / input.shape[-1], reduction)

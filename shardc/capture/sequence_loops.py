@@ -390,6 +390,7 @@ class _Loop:
                 )
         for node, roles in zip(self.segments[0], self.roles, strict=True):
             if node.target is not operator.setitem:
+                # `node_copy` visits the operands in the order in which they got their roles.
                 left = iter(roles)
                 env[node] = graph.node_copy(
                     node, lambda x, left=left: env[x] if (role := next(left)) is None else placeholders[role]

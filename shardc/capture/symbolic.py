@@ -80,6 +80,7 @@ class SymbolicCapture:
         env: dict[fx.Node, fx.node.Argument] = {}
         for node in traced.graph.graph.nodes:
             value = node.meta.get("val")
+            # Nodes that compute sizes become numbers.
             if isinstance(value, _SYMBOLIC) and node.op == "call_function":
                 env[node] = _number(value, values)
                 continue

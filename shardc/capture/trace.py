@@ -405,6 +405,7 @@ def trace(
             except ShardcError:
                 raise
             except Exception as error:
+                # An error without an explanation says less than the reason for which Dynamo refused the model.
                 raise (failed(error) if is_explained(error) else refused) from error
             fallback.refuse_foreign(joint.graph_module)
             changes.insert(0, warn_of_unseen_reads(template, refused))

@@ -526,6 +526,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
                 fix='give Plan(reduce="sum") to the module in front, or compute the loss outside of this one',
             )
         work += [before for before, _ in node.next_functions]
+    # Checked once: the next calls have inputs of the same kind, unless none has had a gradient so far.
     runner.units_checked = bool(seen)
 
 

@@ -291,7 +291,7 @@ def _accept_plain_tensors() -> None:
 
     def spec_of(op: OpOverload, x: Tensor, mesh: DeviceMesh) -> DTensorSpec:
         if x.numel() != 1 and (mesh not in meshes or _is_traced(x)):
-            dispatcher._allow_implicit_replication = False
+            dispatcher._allow_implicit_replication = False  # one flag for all meshes
             try:
                 return of_dtensor(op, x, mesh)
             finally:

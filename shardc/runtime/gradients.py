@@ -153,6 +153,7 @@ class Sync:
             return accumulating
         # A sum is already reduced over shards if its layout is the storage's, but for pending reductions.
         summed = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
+        # A backward gives one kind of gradient: that which it leaves unreduced, or else that of the sum so far.
         whole = (
             accumulating.whole
             | frozenset(n for n, scattered in summed.items() if not scattered) - accumulating.scattered

@@ -163,6 +163,7 @@ class IdentityGuards:
             self._path(path, lookup, seen)
             value = lookup(path)
         except _MISSING:
+            # What is read is not there; what leads to it has its guards by now.
             return
         if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
             self._elements(value)
@@ -190,6 +191,7 @@ class IdentityGuards:
             self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
         if kind == "attribute":
             self._attribute(lookup(more[0]), more[1])
+        # Items of a module's tables (`_parameters`) are compared by the `ModuleSnapshot`.
         elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _CHECKED_TABLES):
             container, key = lookup(more[0]), lookup(more[1])
             if isinstance(container, (dict, MappingProxyType)) and key not in container:

@@ -102,6 +102,7 @@ class Loops:
         """
         if role.kind == TERM:
             self._add(role.name, x)
+        # A known value is the same in all microbatches; a kept one is of this microbatch.
         elif role.kind in (KNOWN, KEPT):
             self.shared[role.name if role.kind == KNOWN else (role.name, at)] = x
         elif role.kind == "grad":

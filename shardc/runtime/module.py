@@ -390,6 +390,7 @@ def _find_program(
         # The program that accepts these local shapes says the global ones.
         shapes = [layout.shape for _, layout in fitting(call, tensors, state.cache.programs).inputs]
     except InputError:
+        # A program of dynamic sizes may serve other sizes than those it was lowered for.
         if not state.cache.build.dynamic.names:
             raise
         examples = by_plan()

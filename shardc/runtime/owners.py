@@ -172,6 +172,7 @@ class Owners:
                 owner = self.owners[shards[at][0]]
                 if owner.is_local:
                     whole = out[at] = shards[at][1].new_empty(owner.param.shape)
+                    # Pieces come in the order in which they were announced to `_exchange`.
                     for box in owner.boxes.values():
                         whole[box.index] = next(pieces).to(whole.device)
         return out

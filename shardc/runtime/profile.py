@@ -167,6 +167,7 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     events: list[_Event] = sorted(results.events(), key=lambda event: (event.start_ns(), -event.duration_ns()))
     first = events[0].start_ns()
     calls = [(event, kind) for event in events if (kind := _kind(event.name())) is not None]
+    # Calls of c10d and the messages of gloo that they start are in the same order.
     messages = [event for event in events if event.name() == "gloo:send"]
     sends = [event for event in events if event.name() == "c10d::send"]
     arrivals = [event for event in events if event.name() == "gloo:recv"]
@@ -194,6 +195,7 @@ def profile_step(step: Callable[[], object]) -> Profiled:
         """Returns start and end in seconds since the start of the step."""
         return (event.start_ns() - first) / 1e9, (_end(event) - first) / 1e9
 
+    # Those of whole graphs: names of ranges inside of them have a comma.
     ranges = tuple(
         (name, *span(event)) for event in events if (name := event.name()).startswith("shardc ") and "," not in name
     )

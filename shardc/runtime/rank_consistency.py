@@ -80,20 +80,20 @@ class RankConsistency:
         self._lost = LostRanks(self._prefix, rank, self.ranks)
         self._samples = StackSamples()
         self._interrupt = WeakMethod(interrupt)
-        self._past: deque[str] = deque(maxlen=_PAST)
-        self._period = 1
-        self._runs: dict[str, Event] = {}
+        self._past: deque[str] = deque(maxlen=_PAST)  # hashes of past events
+        self._period = 1  # the next event is predicted to equal the one so many events before
+        self._runs: dict[str, Event] = {}  # events that `runs` registers, by their text
         self._lock = Lock()
-        self._waits: int | None = None
-        self._different: MeshError | None = None
+        self._waits: int | None = None  # number of the event at which this rank waits for a verdict
+        self._different: MeshError | None = None  # the error to raise at the next occasion
         self._failure: tuple[int, MeshError] | None = None  # of another rank, and its last event before it
         self._inside = False  # whether this rank failed within its last event
         self._met: Callable[[], BaseException | None] = lambda: None  # error of a method that only this rank called
         self._between = False  # whether it runs a collective behind its last event
         self._compiles: int | None = None  # the thread that compiles
-        self._found = threading.Event()
-        self._heard: str | None = None
-        self._broken = False
+        self._found = threading.Event()  # set by the listener thread with `_different`
+        self._heard: str | None = None  # store key that says that all ranks have read the difference
+        self._broken = False  # whether collectives were aborted, so that the groups cannot be used
         self._store: BoundedStore | None = None
         # The fake backend has no other ranks.
         self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"

@@ -110,6 +110,7 @@ def check(
     Raises:
         BackwardError: the same on all ranks.
     """
+    # Padding may be NaN, and is in no gradient that the user gets.
     bad = [
         role.name
         for role, x in zip(half.gives, results, strict=True)

@@ -230,9 +230,11 @@ def views_of(
     # Copies here: if they overlap another output on one device, a write would not reach it, so it is refused.
     firsts = {returned[at].first for at in stray}
     read_only = {at for at, output in returned.items() if output.first in firsts and output.overlaps}
+    # An output that is an input of the user is that tensor itself, and may be changed as on one device.
     read_only.difference_update(at for at, view in views.items() if view.from_feed and view.output.itself)
     for at in stray - read_only:  # they do not overlap
         views[at] = View(at, at, False, (), returned[at])
+    # A read-only output is the value that the graph returns, and not a view of an input.
     views = {at: view for at, view in views.items() if at not in read_only or not view.from_feed}
     read_only_bases = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
     return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | read_only_bases))
