@@ -132,6 +132,7 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
             with graph.inserting_before(output):
                 both = graph.call_function(torch.ops.aten.add.Tensor, (before, result))
             both.meta, result = dict(result.meta), both
+        # One of the gradients may be None.
         results[desc] = before if result is None else result
     output.meta["desc"], output.args = list(results), (tuple(results.values()),)
 

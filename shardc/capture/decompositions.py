@@ -388,6 +388,7 @@ def _nll_loss_backward(
     target = aten.unsqueeze.default(target, class_dim)
     if reduction == _MEAN:
         grad = aten.div.Tensor(grad, total)
+    # Without a reduction, each row has a gradient of its own.
     if x.ndim > grad.ndim > 0:
         grad = aten.unsqueeze.default(grad, class_dim)
     if weight is not None:

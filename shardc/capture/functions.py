@@ -124,6 +124,7 @@ def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx
     wanted = list(results) if isinstance(results, (list, tuple)) else [results]
     graph.output(tuple(x for x in wanted if x is not None))
     named(graph)
+    # It must have a form as text, in which programs are stored.
     try:
         Function(kind, (graph,)).to_json()
     except VerifyError as error:
@@ -247,6 +248,7 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
     for node in gm.graph.find_nodes(op="call_function", target=NO_GRADIENT):
         grads, _, results = node.args
         loop: Any = results[0]
+        # The mark takes the results of the loop, which are getitems of its node.
         while loop.target is not OPS["while_loop"]:
             loop = loop.args[0]
         operands, name = loop.args

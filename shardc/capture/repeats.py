@@ -481,6 +481,7 @@ def _calls_outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], 
             return "parameter", renamed(record.names[x])
         if x in results_of_runs:
             return "result of a run", results_of_runs[x]
+        # A tensor that no call returned, and no input, is a constant: ("input", None).
         return ("input", inputs.get(x)) if x in inputs or x not in results else None
 
     return _comparable(record, 0, events, record.result, name_of)

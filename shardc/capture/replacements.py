@@ -346,6 +346,7 @@ def bags(
         )  # fmt: skip
     starts = offsets[:-1] if include_last_offset else offsets
     places = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
+    # The bag of an index is the last one that starts at it or before.
     bag = torch.searchsorted(starts, places, right=True) - 1
     rows = F.embedding(indices, weight)
     counted = torch.ones_like(indices, dtype=torch.bool)

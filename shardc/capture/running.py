@@ -182,6 +182,7 @@ class Run:
             changed.extend(self._state.changes())
             return out
 
+        # Any draw of a random number shows in the state of its generator.
         python_generators = random.getstate(), np.random.get_state(legacy=False)["state"]
         before_run, torch_generator = sys.getprofile(), torch.get_rng_state()
         with restored(model) as before, mode:

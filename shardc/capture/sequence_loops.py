@@ -77,6 +77,7 @@ def _loops(
     for node in graph.nodes:
         for series, at in slices(node):
             by_series.setdefault(series, {}).setdefault(at, []).append(node)
+    # Series of which every slice is read.
     whole_series = {
         x: nodes for x, nodes in by_series.items() if len(nodes) >= STEPS and set(nodes) == {*range(x.count)}
     }

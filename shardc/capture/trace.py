@@ -517,12 +517,14 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
 
     copy = clone_tree(model, fake)
 
+    # Wrapper tensors are made again, around inner tensors that are fake by now.
     def outer(path: str, inner: InnerTensors) -> Tensor:
         wanted = by_path.get(path, ModuleDtypes())
         with mode:
             return inner.outer(dtype=wanted.param if inner.is_param else wanted.buffers)
 
     unflatten(copy, outer)
+    # Tensors that are attributes of modules.
     for module in copy.modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor):

@@ -314,6 +314,7 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
     ) -> object:
         mesh = info.compute_mesh
         specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
+        # First, and in traces too: DTensor would take the owner's tensor for a shard of dim 0.
         if mesh in meshes and any(has_owner(spec.placements) for spec in specs):
             if (result := owned_ops.computed(op, args, kwargs, mesh)) is not NotImplemented:
                 return result

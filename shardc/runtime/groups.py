@@ -168,7 +168,7 @@ class Groups:
         of the same ranks, for messages in the opposite direction.
 
         Args:
-            back: the second one of these ranks. NCCL runs what two ranks send each other over one group in turn, so
+            back: whether it is the second one. NCCL runs what two ranks send each other over one group in turn, so
                 each direction has a group of its own.
         """
         whole, name = self.whole, GROUP_PREFIX + self.stages

@@ -228,6 +228,7 @@ def shardwise_trunc_normal() -> Iterator[None]:
         piece = piece_of(nn.init.trunc_normal_, tensor)
         if not tensor.meta.is_contiguous():
             raise unsupported(nn.init.trunc_normal_, tensor, "through a view that is not contiguous")
+        # Few enough to draw the whole tensor.
         if piece.numel <= tensor.init_shard.limit:
             values = torch.empty(piece.shape, dtype=tensor.dtype)
             place(piece, 0, original(values, mean, std, a, b, generator=generator).flatten())

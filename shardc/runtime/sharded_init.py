@@ -392,6 +392,7 @@ class Virtual(torch.Tensor):
             views = func(*pytree.tree_map_only(Virtual, lambda view: view.meta, args), **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.init_shard), views)
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Virtual)]
+        # Any op will do on tensors that are not split.
         if all(view.init_shard.whole for view in views):
             return _on_whole(func, args, kwargs)
         if func in _FACTORIES and isinstance(target, Virtual):

@@ -130,6 +130,7 @@ class StageLink:
         """
         consistency, place = self.groups.consistency, self.groups.consistency.place
         try:
+            # As part of the latest event, so that this wait is interrupted if ranks are found to differ.
             with consistency.runs():
                 yield
         except RuntimeError as error:

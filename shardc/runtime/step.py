@@ -174,11 +174,11 @@ class Runner:
         self.keys: list[Tensor] = []
         self._compiled: dict[Half, Compiled] = {}
         self._ranges: dict[Half, Ranges] = {}
-        self._others: dict[int, Runner] = {}
-        self._timed = self.groups.mesh.timed(program.microbatches)
+        self._others: dict[int, Runner] = {}  # id of a variant of the program (`using`) -> its runner
+        self._timed = self.groups.mesh.timed(program.microbatches)  # with the axis of microbatches
         self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}
         self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
-        self._prepared: set[bool] = set()
+        self._prepared: set[bool] = set()  # of stages: whether training and inference steps are lowered
         self._step_event = Event((("event", "run of the stages"),))
 
     def using(self, program: Executable) -> Runner:

@@ -175,6 +175,7 @@ def global_rows(
                     fix="write relative_to=None, and pass global row numbers",
                 )
             start, count, total = row_range.start, len(row_range), layout.shape[0]
+        # A rank that has all rows counts them globally already.
         if total > count:
             out[at] = torch.where(x < 0, x, torch.where(x < count + (x.dim() == 1), x + start, x + total))
     return out

@@ -285,6 +285,7 @@ def _view_chain(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
         if before is None:
             pass
         elif node.target is getitem and before.op == "call_function" and _is_view_op(before):
+            # An item of a view op with several results (`split`): the two nodes are one step.
             op = partial(_one_of, partial(_applied, before.target, before.args[1:], before.kwargs), node.args[1])
             before = before.args[0]
         elif _is_view_op(node):

@@ -185,6 +185,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
     packing = packing_of(flat)
     rows = [x.expand(group_size, -1) for x in flat]
     mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(gathered) :])
+    # This rank's own part, while messages are in flight.
     torch._foreach_copy_([part[rank] for part in parts], flat)
 
     def unpack() -> None:

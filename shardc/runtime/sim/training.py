@@ -168,6 +168,7 @@ class Simulation:
         if isinstance(saved, Microstep):
             grads = saved.grads({index: x for index, x in shards.items() if x is not None})
         else:
+            # If only some outputs have gradients, the backward is a graph of its own.
             half = program.half(used) if len(used) < len(shards) else program.half(BACKWARD)
             feed: list[Any] = [
                 shards[port.role.index] if port.role.kind == "tangent" else saved[port.name] for port in half.takes
