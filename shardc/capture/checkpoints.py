@@ -109,6 +109,7 @@ def composed(module: nn.Module) -> dict[str, object]:
     if before is None:
         return {}
     hooks = {kind: _without(getattr(module, kind)) for kind in ("_forward_pre_hooks", "_forward_hooks")}
+    # The options that the user gave `checkpoint` are variables around its hook.
     cells = dict(
         zip(before.__code__.co_freevars, (cell.cell_contents for cell in before.__closure__ or ()), strict=True)
     )

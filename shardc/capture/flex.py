@@ -153,11 +153,11 @@ class _Broadcast:
         self.inputs = list(graph.find_nodes(op="placeholder"))
         self.places = self.inputs[numbers - 4 : numbers]  # batch, head, row, column
         self.captured = self.inputs[numbers:]
-        self.varies = set(self.inputs[:numbers])
+        self.varies = set(self.inputs[:numbers])  # nodes whose value differs between scores
         self.env: dict[fx.Node, fx.Node] = {}
         for node in self.inputs[:numbers]:
             self.env[node] = self.new.placeholder(node.name)
-        self.here = [self.new.placeholder(name) for name in ("batch_here", "head_here")]
+        self.here = [self.new.placeholder(name) for name in ("batch_here", "head_here")]  # counted on this rank
         for node in self.captured:
             self.env[node] = self.new.placeholder(node.name)
         self.sizes = sizes
@@ -187,6 +187,7 @@ class _Broadcast:
                 else:
                     self.env[node] = self.new.node_copy(node, self.env.__getitem__)
         self.new.eliminate_dead_code()
+        # By position, so that equal functions have equal texts.
         for at, node in enumerate(self.new.nodes):
             if node.op != "output":
                 node._rename(f"v{at}")

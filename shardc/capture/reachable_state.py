@@ -107,6 +107,7 @@ class ReachableState:
             value = scope.get(name, _MISSING)
             if of_library and not is_plain(value):
                 continue
+            # Of the globals, only those that code names are compared and restored.
             self._containers.append(_Container(base, scope, {} if value is _MISSING else {name: value}, "globals"))
             expression = f"{base}.{name}" if base.startswith("module") else f"{base}[{name!r}]"
             while attributes and isinstance(value, ModuleType | type) and not _is_versioned(value):

@@ -279,6 +279,7 @@ class Border:
                 continue
             shared = self._shared[self.half(FORWARD)].get(at)
             saved = shared.saved if shared is not None else frozenset()
+            # One device's backward reads its values (`read_by`), or this one does, as a saved value in its memory.
             if used.intersection(self._aliasing[self.half(FORWARD)][at].read_by) or saved.intersection(
                 x.name for x in half.takes
             ):

@@ -123,6 +123,7 @@ class LostRanks:
         store.limit = min(store.limit, _ROLL)
         store.set(f"{self._waits}{self.rank}", json.dumps(list(ranks)))
         mine = str(self.rank)
+        # A rank that has called the roll finds itself there again, and calls it once only.
         if store.compare_set(f"{self._roll}caller", "", mine).decode() == mine and not self._calls:
             self._calls = True
             call(store)

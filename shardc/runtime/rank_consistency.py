@@ -413,6 +413,7 @@ class RankConsistency:
         event with another hash, this rank raises.
         """
         with self._lock:
+            # A rank that waits at this event learns of the difference by the verdict.
             passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
             if rank == self.rank or not passed or self._different is not None:
                 return

@@ -183,6 +183,7 @@ def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     shards = [x[indices(layout, rank)].clone() for rank in range(mesh.ranks)]
     for axis, op in layout.partial:
         for rank in range(mesh.ranks):
+            # Of a maximum, minimum or average, all ranks have the value: it reduces to itself.
             if op in NEUTRAL and mesh.index(axis, rank):
                 shards[rank] = torch.full_like(shards[rank], NEUTRAL[op])
     return shards

@@ -296,6 +296,7 @@ def _leaf(name: str, x: object) -> Like | Constant:
     a dataclass, and for a value that is not hashable.
     """
     if isinstance(x, Tensor):
+        # A nested tensor has no such shape, and `check_kinds` refuses it.
         return Like(() if x.is_nested else tuple(x.shape), x.dtype, x.requires_grad)
     if is_dataclass(x) and not isinstance(x, type):
         kind = type(x).__name__
