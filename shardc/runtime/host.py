@@ -129,10 +129,12 @@ def _to_device(x: Tensor, device: str) -> Tensor:
     module: Any = torch.get_device_module(device)
     copied = torch.empty(x.shape, dtype=x.dtype, device=device)
     compute, copies = module.current_stream(), _stream(copied.device, "to_device")
+    # Earlier work of the compute stream may still use the memory of the result.
     copies.wait_stream(compute)
     with module.stream(copies):
         copied.copy_(x, non_blocking=True)
         done = copies.record_event()
+    # Until then the host memory must not change: `settle` waits for it.
     _reading().append(done)
     _register_work(copied, _Copy(lambda: module.current_stream().wait_event(done), (x, copied)))
     return copied

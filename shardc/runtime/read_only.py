@@ -137,6 +137,7 @@ class ReadOnly(Tensor):
         """Refuses methods that hand out the memory, and reads the values for methods such as ``numpy`` from a copy."""
         x = args[0] if args else None
         if isinstance(x, ReadOnly):
+            # On a parameter that is returned, `requires_grad_` and `detach_` would change the parameter itself.
             if func in _TAKES_MEMORY or (func in _GRADIENTS and x.shared.itself):
                 x.shared.refuse()
             if func in _COPIED:

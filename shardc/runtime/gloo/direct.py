@@ -86,6 +86,7 @@ def exchange(
         packing: tensors that share a message.
         slots: slots for the shared message's memory, received and sent.
     """
+    # Each rank begins with another peer, so that they do not all send to one.
     peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
     came: dict[int, Tensor] = {}
     goes: dict[int, Tensor] = {}
