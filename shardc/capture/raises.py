@@ -62,6 +62,7 @@ def _leaving_out_raises(jump: Jump) -> Jump:
                 _raises(tx.instructions, at) for at in (tx.instruction_pointer, tx.indexof[instruction.target])
             )
             if next_raises != target_raises:
+                # Drops the condition; the trace goes on at the side that does not raise.
                 tx.pop()
                 warnings.warn(ShardcWarning(_left_out(tx)), stacklevel=2)
                 if next_raises:

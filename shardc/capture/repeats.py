@@ -220,7 +220,8 @@ def record_calls(
             for name, block in zip(names, container._modules.values(), strict=True):
                 record.signatures[name] = _signature(block, name, places)
                 handles += _add_hooks(block, record.blocks.setdefault(name, []), record)
-            if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):  # all are folded, or none
+            # Blocks with wrapper tensors are repeats only if all blocks of the container are.
+            if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):
                 if any(record.signatures[name] != record.signatures[names[0]] for name in names):
                     record.signatures.update(dict.fromkeys(names))
         buffers = [(name, x, x._version) for name, x in root.named_buffers()]

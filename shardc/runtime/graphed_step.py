@@ -69,9 +69,9 @@ class GraphedStep:
         recorder: Recorder,
     ) -> None:
         self._state, self._optimizer, self._update, self._recorder = module.shardc, optimizer, update, recorder
-        self._recorded: dict[Hashable, _Recorded] = {}
-        self._ran: Counter[Hashable] = Counter()
-        self._relied_on: list[object] = []
+        self._recorded: dict[Hashable, _Recorded] = {}  # by the key of the call
+        self._ran: Counter[Hashable] = Counter()  # key of a call -> steps that ran without a recording
+        self._relied_on: list[object] = []  # result of `_state_relied_on` at the last step
         self._warned: set[str] = set()
 
     def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
