@@ -235,7 +235,7 @@ def traceable_layers(root: nn.Module) -> Iterator[None]:
             before.append((module, attributes))
         yield
     finally:
-        for module, attributes in before:
+        for module, attributes in reversed(before):  # of two records of a module, the first is the original
             vars(module).clear()
             vars(module).update(attributes)
 

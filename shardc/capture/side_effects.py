@@ -289,8 +289,11 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
     """
     lookup = Lookup(model)
     places = [(lookup(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
-    # `places` stands for an attribute that is not there.
-    before = [getattr(owner, "__dict__", {"cell_contents": value}).get(name, places) for owner, name, value in places]
+    # `places` stands for an attribute that is not there. A closure's cell has no ``__dict__``.
+    before: list[Any] = [
+        vars(owner).get(name, places) if hasattr(owner, "__dict__") else getattr(owner, name, places)
+        for owner, name, _ in places
+    ]
     try:
         for owner, name, value in places:
             setattr(owner, name, value)

@@ -235,10 +235,11 @@ def _argument_grads(
     for role, x in zip(takes, feed, strict=True):
         grad = grads.get(("grad", role.name)) if role.kind in ("param", "input") else None
         if role.kind == "param":
+            has_sum = role.name in late
             grad = late.pop(role.name, grad)
             grad = None if grad is None else grad_from_padded(unaliased(grad, occupied), x)
             # Frozen since a backward whose gradient was left unreduced: autograd drops what is yielded for it.
-            if grad is not None and not x.requires_grad:
+            if has_sum and grad is not None and not x.requires_grad:
                 _accumulate(x, grad)
         yield grad
     for name, grad in late.items():

@@ -66,3 +66,31 @@ def test_globals_with_equal_values_are_two_scopes() -> None:
     texts = [_expression(f"G['{name}']['TABLE']", {}, scope, scopes) for name in (*scope, *scope)]
     assert texts == ["scope('globals0')['TABLE']", "scope('globals1')['TABLE']"] * 2
     assert [scopes[f"globals{at}"] is x for at, x in enumerate(scope.values())] == [True, True]
+
+
+class Counts(nn.Module):
+    """Its function reads and sets a variable around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        n = 1
+
+        def function(x: Tensor) -> Tensor:
+            nonlocal n
+            y = x * n
+            n = 7
+            return y
+
+        self.function, self.weight = function, nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+def test_a_refused_capture_leaves_variables_around_functions() -> None:
+    model = Counts()
+    module = shardc.compile(model, shardc.Mesh(dp=1), shardc.ddp("dp"), backend="eager")
+    with pytest.raises(CaptureError, match="reads and changes"):
+        module.lower(torch.ones(2, 3))
+    closure = model.function.__closure__
+    assert closure is not None and closure[0].cell_contents == 1

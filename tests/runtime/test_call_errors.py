@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -219,3 +220,15 @@ def test_an_input_whose_memory_is_not_in_order(alone: DeviceMesh) -> None:
     module = shardc.compile(model, alone, shardc.fsdp("dp"))
     x = torch.randn(8, 3, 4).transpose(1, 2)
     torch.testing.assert_close(module(x), model(x))
+
+
+def test_parameters_that_are_frozen_before_backward_get_no_gradient(alone: DeviceMesh) -> None:
+    def gradients(module: nn.Module) -> list[bool]:
+        out = module(torch.ones(2, 4)).sum()
+        module.get_parameter("0.weight").requires_grad_(False)
+        out.backward()
+        return [p.grad is not None for p in module.parameters()]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module = shardc.compile(copy.deepcopy(model), alone, shardc.fsdp("dp"), backend="eager")
+    assert gradients(module) == gradients(model) == [False, True, True, True]
