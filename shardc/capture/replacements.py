@@ -350,7 +350,7 @@ def bags(
     bag = torch.searchsorted(starts, places, right=True) - 1
     rows = F.embedding(indices, weight)
     counted = torch.ones_like(indices, dtype=torch.bool)
-    if padding_idx is not None and padding_idx != -1:
+    if padding_idx is not None:
         counted = indices != padding_idx % weight.shape[0]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(1)

@@ -394,13 +394,15 @@ class Factored:
         while before < len(whole):
             before, self.carried = len(whole), [NOTHING] * len(self.carried)
             while (
-                after := [old | new for old, new in zip(self.carried, self._step(False), strict=True)]
+                after := [old | new for old, new in zip(self.carried, self._step(check=False), strict=True)]
             ) != self.carried:
                 self.carried = after
-            for old, new in zip(self.carried, self._step(True), strict=True):
+            # The steps above only add pending sums; this one shows which of them a step does not carry on.
+            for old, new in zip(self.carried, self._step(check=True), strict=True):
                 whole.update(old ^ new)
             if kind in ("while_loop", "loop_gradient"):
-                whole.update(self._pending_of_graphs[0][0])  # all ranks take as many steps
+                condition = self._pending_of_graphs[0][0]
+                whole.update(condition)  # it is complete on each rank, so that all take as many steps
             of_both = [NOTHING.union(*x) for x in zip(*self._pending_of_graphs, strict=True)] if kind == "cond" else []
             self.pending = of_both or self._pending_of_graphs[-1]
             self._keep_consistent()

@@ -328,10 +328,10 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
         check_slots(state.params.view, slots)
         written = [slot for slot in slots if complete or slot.shard.touched or slot.now is not slot.stand_in]
         values = {id(slot): slot.value() for slot in written}
-    fresh: dict[int, torch.Tensor] = {}
+    new_buffers: dict[int, torch.Tensor] = {}  # id of a buffer without values -> its tensor; tied buffers share it
     with torch.no_grad():
         for slot in written:
-            _write(state, slot, values[id(slot)], fresh)
+            _write(state, slot, values[id(slot)], new_buffers)
         for slot in slots:
             _note_attributes(slot)
     # Ranks compare the new values at the next call.

@@ -302,7 +302,7 @@ class ProgramCache:
         """
         example = args, kwargs, self.with_loss(args, kwargs)
         program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
-        # It may be new, with other reads to watch.
+        # The guards of a new program are not known to hold: the quick identity checks must cover what it has read, too.
         if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
             self._watch()
         return program

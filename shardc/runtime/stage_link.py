@@ -88,7 +88,7 @@ class StageLink:
         receiving = self._receiving.get(source)
         receives = receiving.popleft() if receiving else self._receive(message)
         for work, _ in receives:
-            if work is not None:
+            if work is not None:  # None: an empty tensor, which is not sent
                 with self._named_errors(message):
                     work.wait(self._timeout)
         self._post_receives(source)

@@ -385,6 +385,7 @@ class Runner:
             elif port.role.kind == "key":
                 feed.append(self.keys.pop(0) if self.keys else self.draw(port.example.device))
             else:
+                # An input that is a number is none of the tensors: it is a constant, and the example has its value.
                 feed.append(inputs_by_name.get(port.role.name, port.example))
         return feed
 

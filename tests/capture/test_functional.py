@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
             {"mode": mode, "padding_idx": pad},
         )
         for mode in ("sum", "mean", "max")
-        for pad in (None, 1, -4)
+        for pad in (None, 1, -4, -1)
     },
     "bags up to the last offset": (
         "embedding_bag",

@@ -221,7 +221,8 @@ class _Builder:
             tangent: the gradient of ``out``; None if the graph has no backward.
             where: the dim of the rows in each value.
         """
-        # Saved values are stored row by row; a product without rows (of parameters alone) is recomputed.
+        # The last products before what backward reads are saved, row by row. What follows them is recomputed, and so is
+        # a product without rows (of parameters alone).
         keep = [node for node in self._saved_products(results, backward, set(forward)) if (node, 0) in where]
         forward_graph = self._graph(forward, [], [out, *keep], where)
         gradient_graph = None

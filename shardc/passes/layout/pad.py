@@ -224,12 +224,14 @@ class _Padder(PaddedValues):
             self.plain[node] = self._copy(node)
             return
         grown_operands = [self._operand(x, call, spec, at, padded_factors) for at, x in enumerate(operands)]
-        grown = [_padding(spec, dims, padded_factors) for dims in spec.operands]
+        operand_paddings = [_padding(spec, dims, padded_factors) for dims in spec.operands]
         results = [_padding(spec, dims, padded_factors) for dims in spec.results]
-        result = self._emit_padded(node, call, spec, grown_operands, grown, results)
+        result = self._emit_padded(node, call, spec, grown_operands, operand_paddings, results)
         # What moves elements keeps the value in the padding; what other ops compute there is undefined.
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
-        filling = 0 if node.target is QUANTISE else filling  # of zeros
+        filling = (
+            0 if node.target is QUANTISE else filling
+        )  # `_operand` pads what is quantised with zeros, which stay zero
         if isinstance(ir.info(node).value, tuple):
             rest = iter(results)
             paddings = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]

@@ -165,7 +165,7 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
     """Raises PlanError if ``plan`` splits the weights of experts along another dim than that of the experts (dim 0)."""
     casts = [user for user in param.users if user.target is torch.ops.aten._to_copy.default]
     call = next((user for x in (param, *casts) for user in x.users if user.target is expert_ops.CALL), None)
-    layout = plan.split or plan.compute
+    layout = plan.split or plan.compute  # `split`: the compute layout at padded sizes, if an axis does not divide a dim
     axes = [axis for dim in range(1, layout.ndim) for axis in layout.dim_axes(dim)]
     if call is None or not axes:
         return

@@ -369,8 +369,8 @@ def _part_with_results(gm: fx.GraphModule | None, names: set[str]) -> fx.GraphMo
 
 
 def _add_up(closing: fx.Graph, name: str, terms: list[str]) -> None:
-    """Replaces, in the graph ``closing``, the argument for the sum ``name`` by arguments for the sums of its ``terms``,
-    which are then added.
+    """Replaces, in the graph ``closing`` (which runs once, after all microbatches), the argument for the sum ``name``
+    by arguments for the sums of its ``terms``, one for each stage that has a summand. They are then added.
     """
     total = next(node for node in ir.placeholders(closing, SUM) if ir.role(node).name == name)
     rewriter, record = GraphRewriter(closing), ir.info(total)
