@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Plan, fsdp
-from shardc.cost import redistribute
-from shardc.cost.model import CostModel
-from shardc.ir import graph as ir
-from shardc.ir.parse import parse
-from shardc.passes.layout.simplify import Simplify
 from tests.semantics.random_programs import objective
 
 
@@ -49,22 +42,3 @@ def test_a_shared_reshard_of_a_shared_reshard() -> None:
     sim.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(sim.grad(name), p.grad, rtol=1e-9, atol=1e-12)
-
-
-def test_a_chain_of_reshards_starts_from_the_first_value() -> None:
-    layouts = ["[64,64]", "[64@dp,64]", "[64@tp,64]", "[64,64@tp]", "[64@dp,64@tp]", "[64@(dp,tp),64]"]
-    cost, shortened = CostModel(), 0
-    for first, middle, last in permutations(layouts, 3):
-        gm = parse(
-            f"mesh dp=2 tp=2\ninputs:\n  input %x: f32{first}\nforward:\n  %b: f32{middle} = reshard(%x)\n"
-            f"  %c: f32{last} = reshard(%b)\n  %d: f32{last} = relu(%c)\noutputs:\n  output = %d\n"
-        )
-        found = {ir.info(node).name: ir.layout(node) for node in gm.graph.nodes if node.op != "output"}
-        x, b, c = (found[name] for name in "xbc")
-        direct = redistribute.seconds(x, c, 4, cost)
-        in_two = redistribute.seconds(x, b, 4, cost) + redistribute.seconds(b, c, 4, cost)
-        names = {ir.info(node).name for node in Simplify(cost)(gm).graph.nodes if node.op != "output"}
-        if direct <= in_two:
-            shortened += 1
-            assert "b" not in names, (first, middle, last)
-    assert shortened > 40

@@ -67,9 +67,7 @@ class Simplify:
         if ir.layout(source) == ir.layout(node):
             rewriter.replace(node, source)
             return
-        # One without users is the middle of a chain that was shortened: it is not there any more.
-        others = [other for other in reshards.get(source, ()) if other.users]
-        earlier = min(others, key=lambda other: self._seconds(other, node), default=None)
+        earlier = min(reshards.get(source, ()), key=lambda other: self._seconds(other, node), default=None)
         if earlier is not None and self._seconds(earlier, node) < self._seconds(source, node):
             node.args = (earlier,)
         reshards.setdefault(source, []).append(node)
