@@ -160,6 +160,12 @@ class _Call:
         fields: tuple[Any, ...] = block_mask(self.size[2:], *self.tables, (BLOCK, BLOCK), self.mask()).as_tuple()
         return fields
 
+    def rest(self, options: _Options) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the last arguments of torch's ops: the kernel's options, those of the user before ``options``, and the
+        tensors that the score and the mask function capture.
+        """
+        return {**options, **dict(function_of(self.body).options)}, self.of_score, self.of_mask
+
 
 def _forward(
     options: _Options, query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor],
@@ -173,11 +179,8 @@ def _forward(
     """
     if visible is None or not takes(query, key, value):
         return NotImplemented
-    size = *query.shape[:3], key.shape[2]
-    call = _Call(body, keys, size, captured, (rows, columns, batches, heads), visible)
-    of_score, of_mask = call.of_score, call.of_mask
-    options = {**options, **dict(function_of(body).options)}
-    results = flex_attention(query, key, value, call.score(), call.blocks(), scale, options, of_score, of_mask)
+    call = _Call(body, keys, (*query.shape[:3], key.shape[2]), captured, (rows, columns, batches, heads), visible)
+    results = flex_attention(query, key, value, call.score(), call.blocks(), scale, *call.rest(options))
     return _by_row(results[0]), _by_row(results[1]) * log(2)
 
 
@@ -194,16 +197,13 @@ def _gradient(
     """
     if visible is None or not takes(query, key, value):
         return NotImplemented
-    size = *query.shape[:3], key.shape[2]
-    call = _Call(body, keys, size, captured, (rows, columns, batches, heads), visible)
-    of_score, of_mask = call.of_score, call.of_mask
-    options = {**options, **dict(function_of(body).options)}
+    call = _Call(body, keys, (*query.shape[:3], key.shape[2]), captured, (rows, columns, batches, heads), visible)
     score, joint = _joint(call, query, wanted)
     if grad_logsumexp is None:
         grad_logsumexp = torch.zeros_like(logsumexp)
     grads = flex_attention_backward(
         query, key, value, out, _contiguous(logsumexp / log(2)), grad, grad_logsumexp * log(2), score, joint,
-        call.blocks(), scale, options, of_score, of_mask,
+        call.blocks(), scale, *call.rest(options),
     )  # fmt: skip
     return [*map(_by_row, grads[:3]), *(grads[3][at] for at in wanted)]
 

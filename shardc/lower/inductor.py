@@ -213,6 +213,7 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> t
         decomposed = _decomposed(gm, inputs, kernels)
         return compile_fx_inner(decomposed, inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE)
 
+    falls_back = False
     with _shardc_config(inputs):
         try:
             compiled = compiled_with(flex_kernel.KERNELS)
@@ -229,11 +230,12 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[InputType], kind: str) -> t
                     ),
                     stacklevel=2,
                 )
-                compiled = compiled_with({})
+                compiled, falls_back = compiled_with({}), True
     # A graph without ops is not compiled, and has no source.
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
-    return compiled, source
+    # The method has no key in Inductor's cache: the next start tries the kernel again, and warns again.
+    return compiled.__call__ if falls_back else compiled, source
 
 
 @contextmanager

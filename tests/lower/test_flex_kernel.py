@@ -170,7 +170,16 @@ def test_a_kernel_that_does_not_compile(fits: bool, monkeypatch: pytest.MonkeyPa
         tried.append([node.args[6].get("num_stages") for node in kernels])
         if kernels and not (fits and tried[-1] == [1]):
             raise RuntimeError("out of resource: shared memory")
-        return lambda operands: graph(*operands)
+        return Compiled(graph)
+
+    class Compiled:
+        source_code, _fx_graph_cache_key = "", "key"
+
+        def __init__(self, graph: fx.GraphModule) -> None:
+            self.graph = graph
+
+        def __call__(self, operands: list[Tensor]) -> object:
+            return self.graph(*operands)
 
     monkeypatch.setattr(inductor, "compile_fx_inner", compiled)
     monkeypatch.setattr(flex_ops, "skips", lambda _: False)
@@ -178,6 +187,7 @@ def test_a_kernel_that_does_not_compile(fits: bool, monkeypatch: pytest.MonkeyPa
         warnings.simplefilter("always")
         run, _ = inductor.lowered_for(gm, inputs, "inference")
     texts = [str(warning.message) for warning in caught if warning.category is ShardcWarning]
+    assert getattr(run, "_fx_graph_cache_key", None) == ("key" if fits else None)  # the next start tries again
     assert tried == [[None], [1]] + ([] if fits else [[]])
     assert bool(texts) is not fits and all("out of resource: shared memory" in text for text in texts)
     operands = [torch.randn(1, 2, 140, 16) for _ in range(3)]
