@@ -22,6 +22,7 @@ from shardc.ir.code import calling_line
 from shardc.ir.inner import flattened
 from shardc.ir.kinds import why_refused
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import is_public
 from shardc.lower import BACKENDS
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
@@ -162,7 +163,7 @@ def _check_tensors(model: nn.Module) -> None:
         (f"{path}.{key}".lstrip("."), x)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, Tensor | list | tuple | dict) and not key.startswith("_")
+        if isinstance(value, Tensor | list | tuple | dict) and is_public(key)
         for x in pytree.tree_leaves(value)
         if isinstance(x, Tensor)
     )

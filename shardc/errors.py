@@ -81,7 +81,22 @@ class VerifyError(ShardcError, RuntimeError):
     not the cause.
 
     During a compile, ``fix`` names a file with the program and the versions, for a bug report.
+
+    Args:
+        what: the whole message.
+        node: name of the value that violates the invariant; "" if it is no single value.
+        reason: what the invariant is, without stage and value.
+        rest: as for `ShardcError`.
     """
+
+    def __init__(self, what: str, *, node: str = "", reason: str = "", **rest: str | None) -> None:
+        super().__init__(what, **rest)
+        self.node, self.reason = node, reason or what
+
+    def with_fix(self, fix: str) -> VerifyError:
+        """Return the same error with the advice ``fix``."""
+        rest = {"plan_entry": self.plan_entry, "source": self.source, "program": self.program}
+        return VerifyError(self.what, node=self.node, reason=self.reason, fix=fix, **rest)
 
 
 class TextError(ShardcError, ValueError):

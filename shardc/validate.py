@@ -35,12 +35,12 @@ Readers = Mapping[type, Callable[[Any], object]]
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` in torch: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+def torch_name(constant: torch.dtype | torch.layout | torch.memory_format) -> str:
+    """Return the name of one of torch's constants: ``bfloat16`` for ``torch.bfloat16``."""
+    return str(constant).removeprefix("torch.")
 
 
-DTYPES = {dtype_name(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+DTYPES = {torch_name(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
 
 

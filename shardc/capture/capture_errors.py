@@ -23,7 +23,7 @@ from shardc._compat import PyTree
 from shardc.errors import CaptureError
 from shardc.ir.code import calling_line, versioned_path
 from shardc.ir.graph import info, placeholders, role
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 
 def frames(trace: str) -> list[str]:
@@ -430,7 +430,7 @@ def _layer_drops(model: nn.Module) -> list[str]:
 
 def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
     """Return the dtypes and shapes of ``inputs`` (name, example) as text."""
-    listed = [f"{name}: {dtype_name(x.dtype)}{list(x.shape)}" for name, x in inputs]
+    listed = [f"{name}: {torch_name(x.dtype)}{list(x.shape)}" for name, x in inputs]
     return ", ".join(listed) or "no tensors"
 
 
@@ -461,7 +461,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
                 cause, fix = uncast
                 inputs = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
                 raise CaptureError(
-                    f"{node.target} is given {' and '.join(dtype_name(x) for x in dtypes)}; the inputs "
+                    f"{node.target} is given {' and '.join(torch_name(x) for x in dtypes)}; the inputs "
                     f"are {_inputs_text(inputs)}{cause and '; '}{cause}",
                     source=info(node).origin.source or calling_line(),
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",

@@ -14,7 +14,7 @@ from shardc._compat import PyTree
 from shardc.ir.inner import InnerTensors
 from shardc.ir.module_paths import name_in
 from shardc.ir.repeat import Repeats
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 # Modules whose children are layers, the units that FSDP2 wraps one by one.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -114,7 +114,7 @@ class Dtypes:
         name, dtype = buffers[0]
         more = f", as are {len(buffers) - 1} more" if len(buffers) > 1 else ""
         return (
-            f"buffer {name!r} is {dtype_name(dtype)}{more}: precision(...) casts no buffers by itself",
+            f"buffer {name!r} is {torch_name(dtype)}{more}: precision(...) casts no buffers by itself",
             f"cast where the model uses it, or write precision(..., buffers={params[0]})",
         )
 

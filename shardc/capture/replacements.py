@@ -43,7 +43,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardc._compat import PyTree
 from shardc.capture import checkpoints, decompositions, in_place_ops, markers, raises, side_effects, written_out
 from shardc.capture.annotate import CHUNK_ROWS
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 _call_method = GetAttrVariable.call_method
 
@@ -179,7 +179,7 @@ def _to_json(value: object) -> object:
     Return other values as they are.
     """
     if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
+        return {"dtype": torch_name(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if isinstance(value, type):

@@ -28,6 +28,7 @@ from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import is_public
 from shardc.plan import Plan, parse_plan
 from shardc.runtime.inputs import takes_loss
 from shardc.validate import near
@@ -176,7 +177,7 @@ def plan_of(text: str, target: Target, argument: str) -> Plan:
         PlanError: the plan is wrong; the message names ``argument``, the command line's argument.
     """
     try:
-        if text.endswith(".json"):
+        if Path(text).suffix == ".json":
             constructors = {name: value for name, value in vars(target.module).items() if callable(value)}
             return Plan.load(text, constructors)
         return parse_plan(text, vars(target.module))
@@ -250,9 +251,9 @@ def _value(name: str, text: str, target: Target) -> Any:
     if name in _OBJECTS:
         objects = [target.named(part.strip(), name) for part in text.split(",")]
         return tuple(hook() if isinstance(hook, type) else hook for hook in objects) if name == "hooks" else objects[0]
-    if name == "cost" and text.endswith(".json"):
+    if name == "cost" and hardware.is_file(text):
         return CostModel.load(text)
-    if name == "cost" or (name == "bucket_size" and (text.lower() in hardware.KNOWN or text.endswith(".json"))):
+    if name == "cost" or (name == "bucket_size" and (text.lower() in hardware.KNOWN or hardware.is_file(text))):
         return hardware.find(text)
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -317,9 +318,9 @@ def load(text: str, with_targets: bool = False) -> Target:
 
 def _module(where: str) -> ModuleType:
     """Return the module at ``where``: a file, or the name of a module to import."""
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
     path = Path(where)
+    if path.suffix != ".py":
+        return importlib.import_module(where)
     if not path.is_file():
         raise InputError(f"target: there is no file {where}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -341,7 +342,7 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
         functions = {
             key: function.__module__ == module.__name__
             for key, function in vars(module).items()
-            if isfunction(function) and not key.startswith("_")
+            if isfunction(function) and is_public(key)
         }
         defined = ", ".join(key for key, is_defined in functions.items() if is_defined)
         fix = near(name, functions, f"it has {defined or 'no functions'}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import ceil, log2
+from pathlib import Path
 
 import torch
 
@@ -414,6 +415,11 @@ def calibrated(cost: CostModel) -> Hardware:
 KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in (A100, H100, H100_500W, H200, B200, CPU)}
 
 
+def is_file(name: str) -> bool:
+    """Return whether ``name`` stands for a JSON file of ``calibrate``, and not for one of the `KNOWN` descriptions."""
+    return Path(name).suffix == ".json"
+
+
 def find(name: str) -> Hardware:
     """Return the hardware called ``name``; for a ``.json`` file of ``calibrate``, the machine that it measured.
 
@@ -421,7 +427,7 @@ def find(name: str) -> Hardware:
         MeshError: there is no such description.
         InputError: the file was not written by ``calibrate``.
     """
-    if name.endswith(".json"):
+    if is_file(name):
         return calibrated(CostModel.load(name))
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]

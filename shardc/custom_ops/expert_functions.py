@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from shardc.custom_ops.grouped import grouped
 from shardc.errors import RuleError, TextError
 from shardc.ir import grammar
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ class Body:
         """Return the body as dicts, lists, strings and numbers, for `from_json`."""
 
         def per_row(value: PerRow) -> list[object]:
-            return [list(value.shape), dtype_name(value.dtype)]
+            return [list(value.shape), torch_name(value.dtype)]
 
         return {
             "forward": list(graph_to_json(self.forward)),

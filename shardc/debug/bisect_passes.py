@@ -197,9 +197,7 @@ class _Stages:
                 self.verifier.after(stage, gm)
             except VerifyError as error:
                 self.checked.append(Checked(stage, float("inf"), "refused by the verifier"))
-                what = error.what.removeprefix(f"after {stage}: ")
-                name, _, reason = what.partition(": ") if what.startswith("%") else ("", "", what)
-                return Verdict(tuple(self.checked), stage, name.removeprefix("%"), reason, error.program or "")
+                return Verdict(tuple(self.checked), stage, error.node, error.reason, error.program or "")
         try:
             values = self._values(stage, gm)
         except Failed as failure:

@@ -14,6 +14,7 @@ from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
+from shardc.ir.module_paths import forward_name, value_name
 from shardc.passes.op_calls import Work, call_of, operands_of, priced
 from shardc.report.inspected import InspectedProgram as Program
 from shardc.report.prediction import Collective
@@ -152,13 +153,13 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     """
     graph, folded = program.whole("collectives"), program.folded
     by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
-    node = by_name.get(tensor.removeprefix("%"))
+    node = by_name.get(value_name(tensor))
     if node is None or not ir.is_tensor(node):
         fix = did_you_mean(get_close_matches(tensor, by_name), "dump the stage collectives to see its names")
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
     rows = program.schedule(hardware, stage="localize").by_node
     record = ir.info(node)
-    represents = "" if folded is None else folded.block_run(record.name.removeprefix("d."))
+    represents = "" if folded is None else folded.block_run(forward_name(record.name))
     param = record.role is not None and record.role.kind == "param"
     uses = list(_uses(node, rows))
     decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 # Of code, what its run depends on besides constants; names of local variables are those of keyword arguments.
 _PARTS = (
@@ -200,7 +200,7 @@ def plain_text(value: object) -> str:
 
 def tensor_text(tensor: Tensor) -> str:
     """Return the dtype and shape of ``tensor`` as text, with a hash of its values unless it is on ``meta``."""
-    text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+    text = f"{torch_name(tensor.dtype)}{list(tensor.shape)}"
     return text if tensor.is_meta else f"{text} sha256 {digest(repr(tensor.detach().reshape(-1).tolist()))}"
 
 

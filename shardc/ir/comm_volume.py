@@ -138,7 +138,16 @@ def _kind_of(target: object) -> str | None:
         return str(target.__name__)
     if not grammar.is_torch_op(target) or not communicates(target):
         return None
-    return KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced").removesuffix("_out"))
+    return kind_named(target._schema.name.partition("::")[2])
+
+
+def kind_named(op: str) -> str | None:
+    """Return the kind of collective that torch's op of the name ``op`` starts; None if it starts none.
+
+    >>> kind_named("all_gather_into_tensor_coalesced")
+    'all_gather'
+    """
+    return KINDS.get(op.removesuffix("_coalesced").removesuffix("_out"))
 
 
 def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int]]:

@@ -40,7 +40,7 @@ from shardc.errors import TextError, VerifyError
 from shardc.ir.graph import DTYPE_NAMES, NEEDED_BY, Origin, Value
 from shardc.ir.ops import MARKERS
 from shardc.validate import DTYPES as TORCH_DTYPES
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 T = TypeVar("T")
 Target: TypeAlias = (
@@ -282,11 +282,11 @@ def constant_text(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, torch.dtype):
-        return DTYPE_NAMES.get(value) or dtype_name(value)
+        return DTYPE_NAMES.get(value) or torch_name(value)
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, torch.memory_format | torch.layout):
-        return str(value).removeprefix("torch.")
+        return torch_name(value)
     raise VerifyError(f"an argument {value!r} of type {type(value).__name__} has no text form")
 
 

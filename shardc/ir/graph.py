@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.layout import Layout
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 KEY = "shardc"
 
@@ -63,7 +63,7 @@ class Value:
         return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
-        name = DTYPE_NAMES.get(self.dtype, dtype_name(self.dtype)) + ("<host>" if self.host else "")
+        name = DTYPE_NAMES.get(self.dtype, torch_name(self.dtype)) + ("<host>" if self.host else "")
         return f"{name}{self.layout}" if self.layout is not None else f"{name}[{','.join(map(str, self.shape))}]"
 
 

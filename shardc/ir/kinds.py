@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc._compat import AsyncCollectiveTensor, FakeTensor, is_in_transform, is_wrapper
 from shardc.ir.module_paths import is_in
+from shardc.validate import torch_name
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor, AsyncCollectiveTensor, FakeTensor)
 # Attributes that a class may override: they construct, copy and print it, and do not change its ops.
@@ -38,7 +39,7 @@ def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
     if x.is_nested:
         return "a nested tensor", "torch.nested.to_padded_tensor({}, 0.0), and a mask"
     if x.layout is not torch.strided:
-        return f"a {str(x.layout).removeprefix('torch.').strip('_')} tensor", "a dense one: {}.to_dense()"
+        return f"a {torch_name(x.layout).strip('_')} tensor", "a dense one: {}.to_dense()"
     if x.is_quantized:
         return f"quantised, of {x.dtype}", "{}.dequantize()"
     if is_in_transform(x):

@@ -1,4 +1,4 @@
-"""Qualified names of modules, parameters and buffers (``layers.0.mlp.up.weight``): which module a name is in."""
+"""Qualified names of modules, parameters and values (``layers.0.mlp.up.weight``): which module a name is in."""
 
 from __future__ import annotations
 
@@ -19,3 +19,22 @@ def name_in(name: str, module: str) -> str | None:
     ['mlp.up', '', None]
     """
     return name[len(module) + 1 :] if is_in(name, module) else None
+
+
+def forward_name(name: str) -> str:
+    """Return ``name`` without the prefix ``d.``, which names of gradients and of backward's values have.
+
+    >>> forward_name("d.layers.1.mlp.mm"), forward_name("layers.1.mlp.mm")
+    ('layers.1.mlp.mm', 'layers.1.mlp.mm')
+    """
+    return name.removeprefix("d.")
+
+
+def value_name(text: str) -> str:
+    """Return the name of a value that a user may have copied from a dump, where names start with ``%``."""
+    return text.removeprefix("%")
+
+
+def is_public(name: str) -> bool:
+    """Return whether a Python name is public: it does not start with an underscore."""
+    return not name.startswith("_")

@@ -165,9 +165,7 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
                 raise
             requirement = _INVARIANTS.get(invariant, "its ops are legal")
             fix = f"mend the pass {stage!r}: what runs after it requires that {requirement}"
-            raise VerifyError(
-                error.what, plan_entry=error.plan_entry, source=error.source, program=error.program, fix=fix
-            ) from None
+            raise error.with_fix(fix) from None
 
 
 def disagreement(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcError
+from shardc.ir.module_paths import is_public
 from shardc.plan.layout_spec import per_rank
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import near
@@ -87,7 +88,7 @@ class _Reader:
         """Return the value of a name in an expression; PlanError for an unknown name."""
         if node.id in self.names:
             return self.names[node.id]
-        names = ", ".join(sorted(name for name in self.names if not name.startswith("_")))
+        names = ", ".join(sorted(name for name in self.names if is_public(name)))
         raise self._at(node, f"unknown name {node.id!r}", near(node.id, self.names, f"known are {names}"))
 
     def _join(self, node: ast.BinOp) -> Plan:

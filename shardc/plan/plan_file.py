@@ -26,7 +26,7 @@ from shardc.errors import PlanError
 from shardc.plan.constructor_calls import SPECS, Call
 from shardc.plan.entries.mixed_precision import DTYPE_FIELDS
 from shardc.plan.layout_spec import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
-from shardc.validate import DTYPES, did_you_mean
+from shardc.validate import DTYPES, did_you_mean, torch_name
 
 VERSION = 1
 K = TypeVar("K")
@@ -44,7 +44,7 @@ def _encode_argument(key: str, value: Any) -> Any:
     """
     if key in SPECS:
         return {at: _encode_form(form) for at, form in value.items()}
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return torch_name(value) if isinstance(value, torch.dtype) else value
 
 
 def _encode_form(form: Form) -> object:

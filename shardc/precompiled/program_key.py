@@ -11,10 +11,11 @@ from shardc._compat import PyTree
 from shardc.errors import PrecompiledError
 from shardc.ir.code import tensor_text
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import is_public
 from shardc.ir.reach import reach
 from shardc.plan.value import Plan
 from shardc.runtime.signature import Signature
-from shardc.validate import dtype_name
+from shardc.validate import torch_name
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -73,7 +74,7 @@ def described(model: nn.Module, loss: Callable[..., PyTree] | None) -> dict[str,
     for kind in ("parameters", "buffers"):
         for name, tensor in getattr(model, f"named_{kind}")(remove_duplicate=False):
             owner = first.setdefault(id(tensor), name)
-            shown = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            shown = f"{torch_name(tensor.dtype)}{list(tensor.shape)}"
             out[f"{kind[:-1]} {name!r}"] = shown if owner == name else f"tied to {owner!r}"
     for name, module in model.named_modules(remove_duplicate=False):
         out[f"module {name!r}"] = _shown(module)
@@ -92,7 +93,7 @@ def _shown(module: nn.Module) -> str:
     """
     text = f"{type(module).__qualname__}({module.extra_repr()})"
     for key, value in sorted(vars(module).items()):
-        if isinstance(value, _PLAIN) and key != "training" and not key.startswith("_"):
+        if isinstance(value, _PLAIN) and key != "training" and is_public(key):
             text += f", {key}={value!r}"
         elif isinstance(value, Tensor) and not value.is_meta:
             text += f", {key}={tensor_text(value)}"

@@ -49,7 +49,7 @@ from shardc.precompiled.program_key import ProgramKey
 from shardc.precompiled.timed import Timed, complete
 from shardc.rules import is_registered
 from shardc.runtime.signature import Constant, Signature
-from shardc.validate import Range, checked
+from shardc.validate import Range, checked, torch_name
 from shardc.verify.subject import Broken, Subject
 
 _NAMESPACES = (
@@ -417,8 +417,10 @@ def to_json(value: object) -> object:
         return json.loads(value.to_json())
     if isinstance(value, pytree.TreeSpec):
         return spec_to_json(value, "the arguments")
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.dtype):
+        return torch_name(value)
+    if isinstance(value, torch.device):
+        return str(value)
     if isinstance(value, Signature):
         for name, leaf in zip(value.names, value.leaves, strict=True):
             if isinstance(leaf, Constant) and type(leaf.value) not in PLAIN:

@@ -34,6 +34,14 @@ DEGREES = {BATCH: 1, SEQUENCE: 2}
 Dims = Mapping[str, Sequence[str | None]]  # input -> for each of its dims "batch", "sequence" or None
 
 
+class NoFormula(PlanError):
+    """No formula holds for the program, for ``reason``."""
+
+    def __init__(self, reason: str, **rest: str | None) -> None:
+        super().__init__(f"no formula: {reason}", **rest)
+        self.reason = reason
+
+
 class Recompilable(Protocol):
     """A program that can be compiled again for another mesh and other input shapes."""
 
@@ -85,10 +93,10 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
         PlanError: a formula fails at a size that it was not fitted to, or the program has no such formula.
     """
     if program.rebuild is None:
-        raise PlanError("no formula: a loaded program cannot be compiled again", fix="compile the model")
+        raise NoFormula("a loaded program cannot be compiled again", fix="compile the model")
     if program.microbatches > 1:
-        raise PlanError(
-            "no formula: a step in microbatches gathers and reduces more often than formulas count",
+        raise NoFormula(
+            "a step in microbatches gathers and reduces more often than formulas count",
             plan_entry=f"microbatches({program.microbatches})",
             fix="leave microbatches out of the plan, or take program.schedule() for numbers",
         )
@@ -114,9 +122,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
         try:
             return _sample(program.rebuild(mesh, shapes), hardware)
         except ShardcError as error:
-            raise PlanError(
-                f"no formula: {mesh} at {_point_text(at, has)} fails: {error.what}", fix=error.fix
-            ) from error
+            raise NoFormula(f"{mesh} at {_point_text(at, has)} fails: {error.what}", fix=error.fix) from error
 
     samples = [sample(program.mesh, at) for at in points]
     first = samples[0]
@@ -164,8 +170,8 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
         wire, seconds = (int(cost.wire.subs(values)), float(cost.seconds.subs(values))) if cost else (0, 0.0)
         real = (total.wire, total.seconds) if total else (0, 0.0)
         if wire != real[0] or abs(seconds - real[1]) > 1e-9 * max(real[1], 1e-30):
-            raise PlanError(
-                f"no formula: over {axis} it says {wire} bytes and {seconds:.9g} s for {where}, a capture there has "
+            raise NoFormula(
+                f"over {axis} it says {wire} bytes and {seconds:.9g} s for {where}, a capture there has "
                 f"{real[0]} and {real[1]:.9g}",
                 fix="use sizes that the axes divide, or name the dims of the inputs",
             )
@@ -196,13 +202,13 @@ def _verify_axis(
         try:
             other_sample = sample(mesh, sizes)
             _same_form(first, other_sample, str(mesh))
-        except PlanError as error:
-            problems.append(error.what.removeprefix("no formula: "))
+        except NoFormula as error:
+            problems.append(error.reason)
             continue
         verify(costs, other_sample.schedule, sizes)
         return
-    raise PlanError(
-        f"no formula: for no other size of {axis} does the program have the same collectives: {'; '.join(problems)}",
+    raise NoFormula(
+        f"for no other size of {axis} does the program have the same collectives: {'; '.join(problems)}",
         fix="start from a mesh whose axes divide heads and features at other sizes too",
     )
 
@@ -221,15 +227,13 @@ def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
     for row in schedule.collectives:
         operand = operands.get(row.name.rpartition(".")[0])
         if operand is None:
-            raise PlanError(
-                f"no formula: {row.name} is inside a manual region, or of experts", source=row.cause.source or None
-            )
+            raise NoFormula(f"{row.name} is inside a manual region, or of experts", source=row.cause.source or None)
         layout, itemsize = ir.layout(operand), ir.value(operand).itemsize
         group = tuple(row.axis.split(","))
         if any(":" in axis for axis in (*group, *layout.bound)):
-            raise PlanError(f"no formula: {row.name} moves {layout}, in which an axis is cut into parts")
+            raise NoFormula(f"{row.name} moves {layout}, in which an axis is cut into parts")
         if layout.local_numel * itemsize != row.bytes:
-            raise PlanError(f"no formula: {row.name} hands in {row.bytes} bytes, of {layout}")
+            raise NoFormula(f"{row.name} hands in {row.bytes} bytes, of {layout}")
         cut = tuple(sorted(layout.bound, key=program.mesh.order))
         form.append((f"{row.name} of {row.phase}", row.kind, group, cut, itemsize))
         sizes.append(layout.numel * itemsize)
@@ -245,7 +249,7 @@ def _same_form(first: _Sample, other: _Sample, where: str) -> None:
     for expected, actual in zip((*first.form, None), (*other.form, None), strict=False):
         if expected != actual:
             texts = [f"{x[1]} over {','.join(x[2])} ({x[0]})" if x is not None else "none" for x in (expected, actual)]
-            raise PlanError(f"no formula: {where} has other collectives: {texts[1]} where there was {texts[0]}")
+            raise NoFormula(f"{where} has other collectives: {texts[1]} where there was {texts[0]}")
 
 
 def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | None, ...]]:
@@ -277,7 +281,7 @@ def _size(program: Recompilable, symbols_of: Dims, symbol: sympy.Symbol) -> int 
         if dim_symbol == str(symbol)
     }
     if len(sizes) > 1:
-        raise PlanError(f"no formula: inputs disagree on {symbol}: {sorted(sizes)}", fix="name the dims of the inputs")
+        raise NoFormula(f"inputs disagree on {symbol}: {sorted(sizes)}", fix="name the dims of the inputs")
     return next(iter(sizes), None)
 
 

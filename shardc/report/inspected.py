@@ -18,6 +18,7 @@ from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
 from shardc.ir.executable import Executable, Half
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import value_name
 from shardc.passes import Decompose
 from shardc.passes.lower.decompose import candidates
 from shardc.plan.match import near_names
@@ -55,7 +56,7 @@ class InspectedProgram(Program):
         self._check_stages("draw")
         nodes = [node for node in self.whole(stage).nodes if node.op != "output" and ir.is_tensor(node)]
         layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
-        wanted = name.removeprefix("%")
+        wanted = value_name(name)
         if wanted not in layouts:
             fix = did_you_mean(near_names(wanted, list(layouts)), f"names are in program.text({stage!r})")
             raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)

@@ -13,6 +13,7 @@ from torch import nn
 from shardc.ir.deferred import Deferred
 from shardc.logs import CACHE, timed
 from shardc.runtime.signature import CacheKey, Signature
+from shardc.validate import torch_name
 
 _SHOWN = 3  # differences in a message
 # Field of `Mode` -> what it holds for each module, parameter or tensor.
@@ -92,7 +93,7 @@ def _shown(leaf: Any) -> str:
     if not hasattr(leaf, "shape"):
         return repr(leaf.value)
     grad = ", requires_grad" if leaf.requires_grad else ""
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{grad}"
+    return f"{torch_name(leaf.dtype)}{list(leaf.shape)}{grad}"
 
 
 def _listed(texts: list[str]) -> str:

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from shardc._compat import PyTree
+from shardc.ir.module_paths import is_public
 from shardc.runtime.containers import from_dicts, to_dicts
 from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.gloo.buffers import MemoryUse
@@ -74,7 +75,7 @@ class Namespace(State):
     def short_names(cls) -> frozenset[str]:
         """Names of the methods of ``module.shardc`` that are available on the module itself, too."""
         bases = cls.__mro__[: cls.__mro__.index(State)]
-        return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
+        return frozenset(name for each in bases for name in vars(each) if is_public(name)) - {"short_names"}
 
     def _meet(self, method: str) -> None:
         """Waits until all ranks call ``method``. Raises MeshError if another rank goes on without calling it."""

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardc.ir import graph as ir
-from shardc.ir.comm_volume import KINDS, collective_kind, group_of
+from shardc.ir.comm_volume import collective_kind, group_of, kind_named
 from shardc.ir.executable import Half
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.repeat import Segment
@@ -222,7 +222,7 @@ def _kind(name: str) -> str | None:
     space, _, op = name.partition("::")
     if space not in (NAMESPACE, OWN_NAMESPACE):
         return None
-    return KINDS.get(op.removesuffix("_coalesced").removesuffix("_out"))
+    return kind_named(op)
 
 
 def _inside(event: _Event, outer: _Event) -> bool:

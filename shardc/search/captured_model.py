@@ -23,6 +23,7 @@ from shardc.fold import KEEP, alike_parts, few_of, folded_of, repeats_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import forward_name
 from shardc.ir.repeat import Repeats
 from shardc.joint import Request, bound_of, build_joint
 from shardc.lower.min_cut import min_cut, must_recompute, must_save
@@ -258,7 +259,7 @@ class CapturedModel:
         """Return how many modules or values of the complete model one captured module or value ``name`` stands for,
         because blocks repeat.
         """
-        place = self.repeats.place(name.removeprefix("d."))
+        place = self.repeats.place(forward_name(name))
         if place is None or place[1] in (0, self.repeats.keep - 1):
             return 1.0
         return (place[0].count - 2) / (self.repeats.keep - 2)

@@ -21,6 +21,7 @@ from shardc.cost.hardware import Hardware
 from shardc.ir import graph as ir
 from shardc.ir.actions import advance
 from shardc.ir.executable import BACKWARD, FIRST_FORWARD, FORWARD, KNOWN, LAST_BACKWARD, Half
+from shardc.ir.module_paths import forward_name, is_in
 from shardc.ir.schedules import RECEIVES, SENDS, Action, Kind, Schedule, in_flight
 from shardc.plan.pipeline_stages import blocks_of
 from shardc.report.inspected import InspectedProgram
@@ -121,10 +122,10 @@ def _part_name(names: Sequence[str], module: str) -> str:
     What is in a block and in none of its parts counts to the first part of the block. Everything else counts to the
     last part of all.
     """
-    name = module.removeprefix("d.")
+    name = forward_name(module)
     while name:
         for part in names:
-            if part == name or part.startswith(f"{name}."):
+            if is_in(part, name):
                 return part
         name = name.rpartition(".")[0]
     return names[-1]

@@ -14,6 +14,7 @@ from math import inf
 from shardc.capture import numbered_containers
 from shardc.cost.hardware import price, route
 from shardc.errors import PlanError, ShardcError
+from shardc.ir.module_paths import is_in
 from shardc.ir.schedules import Schedule, schedule
 from shardc.plan.constructors import microbatches, pp, recompute
 from shardc.plan.entries import Pp
@@ -191,7 +192,7 @@ def _begin(parts: Sequence[Part], at: int) -> str:
     """
     name, before = parts[at].name, parts[at - 1].name
     block = name.rpartition(".")[0]
-    return name if not block or before.startswith(f"{block}.") else block
+    return name if not block or is_in(before, block) else block
 
 
 def _order(trial: Trial) -> tuple[bool, float]:

@@ -245,11 +245,14 @@ def verify_closing(
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
     """Return the VerifyError for ``node``, which fails a check after ``stage`` because of ``reason``."""
     collective = comm.collective_of(node)
-    where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
+    where, name = "the outputs" if node.op == "output" else f"the node {node.name!r}", ""
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):
-        where = grammar.name_text(info(node).name)
+        name = info(node).name
+        where = grammar.name_text(name)
     return VerifyError(
         f"after {stage}: {where}: {reason}",
+        node=name,
+        reason=reason if name else f"{where}: {reason}",
         plan_entry=collective and comm.entry_of(collective, subject.causes),
         source=collective and comm.source_of(collective),
         program=window(subject.gm, subject.mesh, node),

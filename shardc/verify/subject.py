@@ -78,9 +78,7 @@ def reporting(mesh: Mesh, programs: Mapping[str, fx.GraphModule | None]) -> Iter
         except OSError as reason:
             how = f"with this text (no report could be written to {path}: {reason.strerror})"
         fix = f"this is a fault of shardc, or of a pass of your own, and not of your model or plan; report it {how}"
-        raise VerifyError(
-            error.what, plan_entry=error.plan_entry, source=error.source, program=error.program, fix=fix
-        ).with_traceback(error.__traceback__) from None
+        raise error.with_fix(fix).with_traceback(error.__traceback__) from None
 
 
 def _text(gm: fx.GraphModule, mesh: Mesh) -> str:

@@ -21,6 +21,7 @@ from shardc.ir import ops
 from shardc.ir.comm import group_name
 from shardc.ir.graph import Info, Origin, Role
 from shardc.ir.mesh import Mesh
+from shardc.ir.module_paths import is_in
 from shardc.ir.rewriter import erase_dead_code
 from shardc.passes import local_regions
 from shardc.passes.layout.padded_values import Calls
@@ -219,7 +220,7 @@ class Emitter(Calls):
         """
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
-            if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):
+            if record.name != self.record.name and is_in(record.name, self.record.name):
                 ir.update(result, name=self.names.fresh(self.record.name), is_kept_part=self.record.is_kept_part)
         return result
 
