@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -151,12 +152,7 @@ def expert_patches() -> tuple[tuple[object, str, object], ...]:
 @contextmanager
 def patched(forms: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Context manager in which the patches ``forms`` are applied, each as (owner, attribute name, replacement)."""
-    replacements = tuple(forms)
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
-    try:
-        for owner, name, function in replacements:
-            setattr(owner, name, function)
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in forms:
+            stack.enter_context(patch.object(owner, name, replacement, create=True))  # not every torch has it
         yield
-    finally:
-        for owner, name, original in before:
-            delattr(owner, name) if original is None else setattr(owner, name, original)  # inherited methods reappear

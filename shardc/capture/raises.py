@@ -7,8 +7,9 @@ from __future__ import annotations
 import dis
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,18 +31,13 @@ def without_raising() -> Iterator[None]:
     """Context manager in which Dynamo leaves out ``if <tensor>: raise ...``, with a warning, where it would otherwise
     stop.
     """
-    kinds = list(_subclasses(InstructionTranslatorBase))
-    before = [(kind, kind.dispatch_table) for kind in kinds]
-    try:
-        for kind, table in before:
-            handlers = list(table)
+    tables = [(kind, list(kind.dispatch_table)) for kind in _subclasses(InstructionTranslatorBase)]
+    with ExitStack() as stack:
+        for kind, handlers in tables:
             for code in (dis.opmap[name] for name in _JUMPS if name in dis.opmap):
-                handlers[code] = _leaving_out_raises(table[code])
-            kind.dispatch_table = handlers
+                handlers[code] = _leaving_out_raises(handlers[code])
+            stack.enter_context(patch.object(kind, "dispatch_table", handlers))
         yield
-    finally:
-        for kind, table in before:
-            kind.dispatch_table = table
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
@@ -292,18 +293,13 @@ def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
     after a run get lower numbers.
     """
     containers = [(model.get_submodule(run.path), run) for run in repeats]
-    saved = [dict(container._modules) for container, _ in containers]
-    try:
-        for container, run in reversed(containers):
+    with contextlib.ExitStack() as stack:
+        for container, run in containers:
             children = list(container._modules.values())
             remaining = children[: run.first + repeats.keep] + children[run.first + run.count :]
-            container._modules.clear()
-            container._modules.update({str(at): child for at, child in enumerate(remaining)})
+            numbered = {str(at): child for at, child in enumerate(remaining)}
+            stack.enter_context(patch.dict(container._modules, numbered, clear=True))
         yield
-    finally:
-        for (container, _), before in zip(containers, saved, strict=True):
-            container._modules.clear()
-            container._modules.update(before)
 
 
 def find_repeats(

@@ -13,12 +13,13 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import combinations as index_combinations
 from math import log, pi
 from types import MethodType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -210,34 +211,25 @@ def traceable_layers(root: nn.Module) -> Iterator[None]:
       installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
       a tensor inside as requiring a gradient, for the library's own checkpoints.
     """
-    before = []
-    library = sys.modules.get("transformers.utils.output_capturing")
-    try:
+    modules, library = list(root.modules()), sys.modules.get("transformers.utils.output_capturing")
+    with ExitStack() as stack:
         if library is not None:
-            before = [(module, dict(vars(module))) for module in root.modules()]
-            for module, _ in before:
-                vars(module)["_forward_hooks"] = OrderedDict(module._forward_hooks)
-                if "_requires_grad" in vars(module):
-                    vars(module)["_requires_grad"] = False
-            for module, _ in before:
+            for module in modules:
+                without_grad = {"_requires_grad": False} if "_requires_grad" in vars(module) else {}
+                new_attributes = {"_forward_hooks": OrderedDict(module._forward_hooks), **without_grad}
+                stack.enter_context(patch.dict(vars(module), new_attributes))
+            for module in modules:
                 if library._CAN_RECORD_REGISTRY.get(module):
                     library.maybe_install_capturing_hooks(module)
-        for module in root.modules():
-            attributes = dict(vars(module))
+        for module in modules:
             if isinstance(module, nn.RNNBase):
+                stack.enter_context(patch.dict(vars(module)))
                 module._init_flat_weights()
-            elif replaced := checkpoints.composed(module):
-                vars(module).update(replaced)
-            elif "forward" not in attributes and (forward := _other_forward(module)):
-                vars(module)["forward"] = MethodType(forward, module)
-            else:
-                continue
-            before.append((module, attributes))
+            elif composed := checkpoints.composed(module):
+                stack.enter_context(patch.dict(vars(module), composed))
+            elif "forward" not in vars(module) and (forward := _other_forward(module)):
+                stack.enter_context(patch.dict(vars(module), forward=MethodType(forward, module)))
         yield
-    finally:
-        for module, attributes in reversed(before):  # of two records of a module, the first is the original
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def _other_forward(module: nn.Module) -> Callable[..., PyTree] | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread, current_thread, get_ident
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from filelock import FileLock
@@ -86,11 +87,8 @@ def together() -> Iterator[None]:
     if not _has_parts():
         yield
         return
-    AsyncCompile.cpp_pybinding, AsyncCompile.wait = defer_kernel, all_of  # type: ignore[method-assign]
-    try:
+    with patch.object(AsyncCompile, "cpp_pybinding", defer_kernel), patch.object(AsyncCompile, "wait", all_of):
         yield
-    finally:
-        AsyncCompile.cpp_pybinding, AsyncCompile.wait = alone, wait  # type: ignore[method-assign]
 
 
 @contextmanager

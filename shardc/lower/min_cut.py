@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import copysign
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -36,10 +37,11 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
     try:
         with (
             functorch_config.patch(functionalize_rng_ops=False),
-            _without_random_state(),
+            # Else it saves random states for attention kernels without dropout too, as they are tagged as random.
+            patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False),
+            patch.object(partitioners, "get_default_op_list", _ops_with_lookups),
+            patch.object(partitioners, "reordering_to_mimic_autograd_engine", _lazy_backward),
             _dead_unread_waits(),
-            _fusible_lookups(),
-            _lazy_backward(),
             _use_lazy_graph_module(True),  # no code is generated for the graphs in between
             timed("min-cut"),
         ):
@@ -75,19 +77,6 @@ def _replace_floats(graph: fx.Graph, change: Callable[[float], float]) -> bool:
 
 
 @contextmanager
-def _without_random_state() -> Iterator[None]:
-    """Context manager in which torch's min-cut does not save random states. It would do so for attention kernels
-    without dropout too, as they are tagged as random.
-    """
-    original = partitioners.has_recomputable_rng_ops
-    partitioners.has_recomputable_rng_ops = lambda fx_g: False
-    try:
-        yield
-    finally:
-        partitioners.has_recomputable_rng_ops = original
-
-
-@contextmanager
 def _dead_unread_waits() -> Iterator[None]:
     """Context manager in which dead-code elimination removes collectives whose result nothing reads. So forward and
     backward each keep only the collectives that they need.
@@ -100,38 +89,19 @@ def _dead_unread_waits() -> Iterator[None]:
         _side_effectful_functions.update(waits)
 
 
-@contextmanager
-def _fusible_lookups() -> Iterator[None]:
-    """Context manager in which the min-cut counts embedding lookups as ops that fuse: Inductor fuses them."""
-    listed = partitioners.get_default_op_list
-
-    def with_lookups() -> partitioners.OpTypes:
-        ops = listed()
-        return replace(ops, fusible_ops=ops.fusible_ops | {torch.ops.aten.embedding})
-
-    partitioners.get_default_op_list = with_lookups
-    try:
-        yield
-    finally:
-        partitioners.get_default_op_list = listed
+_listed_ops, _sorted_backward = partitioners.get_default_op_list, partitioners.reordering_to_mimic_autograd_engine
 
 
-@contextmanager
-def _lazy_backward() -> Iterator[None]:
-    """Context manager in which torch's min-cut partitioner generates no Python code for the backward graph that it has
-    sorted, to save time.
-    """
-    sort = partitioners.reordering_to_mimic_autograd_engine
+def _ops_with_lookups() -> partitioners.OpTypes:
+    """Return torch's lists of ops for the min-cut. Embedding lookups count as ops that fuse: Inductor fuses them."""
+    ops = _listed_ops()
+    return replace(ops, fusible_ops=ops.fusible_ops | {torch.ops.aten.embedding})
 
-    def sorted_lazily(gm: fx.GraphModule) -> fx.GraphModule:
-        new = sort(gm)
-        return LazyGraphModule(new, new.graph)
 
-    partitioners.reordering_to_mimic_autograd_engine = sorted_lazily
-    try:
-        yield
-    finally:
-        partitioners.reordering_to_mimic_autograd_engine = sort
+def _lazy_backward(gm: fx.GraphModule) -> fx.GraphModule:
+    """Sort the backward graph as torch's min-cut partitioner does, without generating Python code for it."""
+    backward = _sorted_backward(gm)
+    return LazyGraphModule(backward, backward.graph)
 
 
 def must_recompute(node: fx.Node, region: int) -> None:
