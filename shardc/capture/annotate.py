@@ -14,11 +14,10 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.capture.capture_errors import line_of
+from shardc.capture.capture_errors import error_at, line_of
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.code import calling_line
 from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.returned import AGAIN
 from shardc.ir.rewriter import GraphRewriter
@@ -209,11 +208,8 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
     for role, result in named:
         if role.kind in _MUST_NOT_CHANGE:
             kind, instead = _MUST_NOT_CHANGE[role.kind]
-            raise CaptureError(
-                f"the model changes its {kind} {role.name!r} in place",
-                source=line_of(result) or calling_line(),
-                fix=_max_norm_fix(role.name, result) or f"compute a new tensor from it, {instead}",
-            )
+            fix = _max_norm_fix(role.name, result) or f"compute a new tensor from it, {instead}"
+            raise error_at(line_of(result), f"the model changes its {kind} {role.name!r} in place", fix)
 
 
 def _max_norm_fix(name: str, result: fx.Node) -> str | None:

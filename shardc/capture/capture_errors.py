@@ -54,212 +54,173 @@ _GRAD_FN = r"Tensor with grad_fn\(\)"
 _ENTERS = r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`"
 _SELECTS = r"^\s*aten\.(?:nonzero|masked_select)\.default\b"
 _WITHIN_FUNC = r"an autograd\.Function within torch\.func"
-# (pattern in Dynamo's message, what the model does, fix)
-REFUSALS = (
-    (
-        _REQUIRES_GRAD,
+# Pattern in Dynamo's message -> (what the model does, fix). The first pattern that matches counts.
+REFUSALS = {
+    _REQUIRES_GRAD: (
         "differentiates by a tensor that it calls requires_grad_() on itself, which Dynamo cannot trace",
         "write the gradient as a function, torch.func.grad(lambda x: self.energy(x).sum())(x), or pass that tensor as "
         "an input with requires_grad=True",
     ),
-    (
-        _WITHIN_FUNC,
+    _WITHIN_FUNC: (
         "calls an autograd.Function in a function of torch.func (vmap, grad), where Dynamo leaves its gradient out",
         "call it outside of that function, or write it with ops whose gradient torch has",
     ),
-    (
-        r"`pack_padded_sequence`|data-dependent expression[\s\S]*rnn\.py\S+ line \d+, in check_hidden_size",
+    r"`pack_padded_sequence`|data-dependent expression[\s\S]*rnn\.py\S+ line \d+, in check_hidden_size": (
         "packs a sequence, or runs a layer on a packed one, whose sizes depend on the values of lengths",
         "run the layer on the padded tensor, and take of each row what its length says",
     ),
-    (
-        r"aten\.bincount\.",
+    r"aten\.bincount\.": (
         "counts values (bincount), of which there may be any number",
         "pass minlength=n, for values below n: a greater one raises as the program runs",
     ),
-    (
-        r"aten\.(?:_unique2?|unique_dim|unique_consecutive)\.",
+    r"aten\.(?:_unique2?|unique_dim|unique_consecutive)\.": (
         "takes unique values, of which there may be any number",
         "count them by torch.bincount(x, minlength=n) > 0, or mark the first of each in a sorted x by x[1:] != x[:-1]",
     ),
-    (
-        r"`aten\._ctc_loss|loss_ctc\.py",
+    r"`aten\._ctc_loss|loss_ctc\.py": (
         "computes a CTC loss (ctc_loss), in which sizes depend on the values of lengths",
         "take it outside of the compiled module, of the outputs that this returns without loss= and without labels: "
         "each rank takes the mean of its rows",
     ),
-    (
-        "wrap sparse Tensor|SparseCPU|SparseCUDA|[Ss]parse (?:CSR )?tensors",
+    "wrap sparse Tensor|SparseCPU|SparseCUDA|[Ss]parse (?:CSR )?tensors": (
         "computes with a sparse tensor, which no rank can hold a shard of",
         "keep its indices and values as plain tensors (index_select, then index_add), or make it dense",
     ),
-    (
-        r"a random number of Python's|\bRandom\.(?:random|choice|shuffle|sample|uniform|gauss|getrandbits)",
+    r"a random number of Python's|\bRandom\.(?:random|choice|shuffle|sample|uniform|gauss|getrandbits)": (
         "draws a random number of Python's, which a program would keep as a constant",
         "draw it with torch (torch.rand(()), torch.randint) and keep it a tensor, or draw it outside and pass it as a "
         "tensor",
     ),
-    (
-        r"the grad mode in a reentrant checkpoint",
+    r"the grad mode in a reentrant checkpoint": (
         "asks in a reentrant checkpoint whether gradients are recorded: one device runs this code twice, in forward "
         "without gradients and in backward with them",
         "pass use_reentrant=False to the checkpoint",
     ),
-    (
-        "a reentrant checkpoint of inputs without gradients",
+    "a reentrant checkpoint of inputs without gradients": (
         "runs parameters in a reentrant checkpoint none of whose arguments requires a gradient: one device gives these "
         "parameters none",
         "pass use_reentrant=False to the checkpoint",
     ),
-    (
-        r"gradients enabled in inference_mode\(\)",
+    r"gradients enabled in inference_mode\(\)": (
         "enables gradients in a block of torch.inference_mode(), in which one device records none",
         "enter torch.no_grad() in the place of torch.inference_mode(), or leave out what enables gradients",
     ),
-    (
-        "a tensor that is not of inference mode",
+    "a tensor that is not of inference mode": (
         "is called in inference mode, and asks whether a view of a parameter, or a tensor that it computes after "
         "torch.inference_mode(False), requires a gradient",
         "call it under torch.no_grad() in the place of torch.inference_mode()",
     ),
-    (
-        r"is_inference\(\) during tracing|torch\.is_inference\b",
+    r"is_inference\(\) during tracing|torch\.is_inference\b": (
         "asks whether a tensor is one of inference mode, which a program does not know",
         "ask whether it requires a gradient, by h.requires_grad",
     ),
-    (
-        r"a backward within forward|function `backward` in file \S+autograd",
+    r"a backward within forward|function `backward` in file \S+autograd": (
         "calls backward() in forward, and a program adds to no gradients",
         "take torch.autograd.grad(loss, params) there, or return the loss and call backward() on that",
     ),
-    (
-        r"ignore_fresh_unbacked_symbols|all carried_inputs must be tensors",
+    r"ignore_fresh_unbacked_symbols|all carried_inputs must be tensors": (
         "carries a number through a while_loop, which would be a size that depends on values",
         "carry it as a tensor: torch.zeros((), dtype=torch.int64)",
     ),
-    (
-        r"shape_env must not be None|nested_tensor",
+    r"shape_env must not be None|nested_tensor": (
         "makes a nested tensor, whose sizes depend on values",
         "pad its rows to one length, and mask what is padded",
     ),
-    (
-        "the gradient of a parameter or an input",
+    "the gradient of a parameter or an input": (
         "reads or sets the .grad of a parameter or an input in forward, where a program has none",
         "do that between steps, outside of forward",
     ),
-    (
-        "a hook of a parameter or an input",
+    "a hook of a parameter or an input": (
         "registers a hook of a parameter or an input in forward, which each call would register again",
         "register it once, on the compiled module's parameter; of an input, register it on a tensor computed of it",
     ),
-    (
-        _CHANGES_GRAD,
+    _CHANGES_GRAD: (
         "changes in forward whether a tensor requires a gradient",
         "use h.detach() for what shall have none, or set requires_grad of parameters and inputs before the call",
     ),
-    (
-        r"`Tensor\.retain_grad\(\)`",
+    r"`Tensor\.retain_grad\(\)`": (
         "calls retain_grad() in forward, and a program keeps no gradients of what it computes within",
         "return the tensor, and call retain_grad() on that",
     ),
-    (
-        "modified by an inplace operation",
+    "modified by an inplace operation": (
         "changes in place what its backward needs: one device refuses that backward",
         "write the change without the underscore, so that it makes a new tensor",
     ),
-    (
-        r"builtin `time\.|function `time\.",
+    r"builtin `time\.|function `time\.": (
         "asks for the time, which a program would keep as a constant",
         "take the time around the call of the module",
     ),
-    (
-        r"numpy\.random|method `\w+` of class `(?:Generator|RandomState)`|numpy function.*default_rng",
+    r"numpy\.random|method `\w+` of class `(?:Generator|RandomState)`|numpy function.*default_rng": (
         "draws a random number of NumPy's, which a program would keep as a constant",
         "draw it with torch (torch.rand(()), torch.randint) and keep it a tensor, or draw it outside and pass it",
     ),
-    (
-        r"Operator `aten\.(?:equal|allclose|is_nonzero)|aten\.(?:equal|allclose)\.default",
+    r"Operator `aten\.(?:equal|allclose|is_nonzero)|aten\.(?:equal|allclose)\.default": (
         "asks whether tensors are equal, and a program looks at no values",
         "keep it a tensor: (a == b).all(), or torch.isclose(a, b).all(), with torch.where in the place of if",
     ),
-    (
-        r"a set_ on a graph input",
+    r"a set_ on a graph input": (
         "sets the .data of a buffer",
         "change its values in place, as by self.buffer.copy_(new)",
     ),
-    (
-        _ENTERS,
+    _ENTERS: (
         "enters a block of torch by a call, as contextlib.ExitStack does",
         "write it as a with statement: with torch.no_grad(): ...",
     ),
-    (
-        _GRAD_FN,
+    _GRAD_FN: (
         "reads the grad_fn of a tensor, and a program has no autograd graph within",
         "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
     ),
-    (
-        r"CheckpointFunction\.",
+    r"CheckpointFunction\.": (
         "calls torch.utils.checkpoint.CheckpointFunction.apply, which cannot be traced",
         "call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)",
     ),
-    (
-        r"\ba state, ",
+    r"\ba state, ": (
         "asks for a state of torch or of the process, which a program would keep as a constant",
         "ask for it outside, and pass it as an argument or set an attribute of the model",
     ),
-    (
-        "might be aliasing the input or the output|Higher order ops do not support aliasing",
+    "might be aliasing the input or the output|Higher order ops do not support aliasing": (
         "has a scan, or another op with a function, whose function returns a view of its arguments or keeps one for "
         "backward, which torch.compile refuses too",
         "return clones (x.clone()), and compute carries by ops that make new tensors",
     ),
-    (
-        "sorted order of strides of the two branches",
+    "sorted order of strides of the two branches": (
         "has a torch.cond whose branches return values that lie in memory in different orders of dims, which torch "
         "refuses too",
         "let both branches return x.contiguous()",
     ),
-    (
-        "outs_to_grad length",
+    "outs_to_grad length": (
         "carries integers or booleans through a scan with gradients, which torch cannot differentiate",
         "scan over them (torch.arange(steps) among the sequences), or carry a floating-point tensor",
     ),
-    (
-        "failed to bind arguments when attempting to inline",
+    "failed to bind arguments when attempting to inline": (
         "calls a function, or gets a loss, with arguments that it does not take",
         "pass those of its signature",
     ),
-    (
-        "found at least two devices",
+    "found at least two devices": (
         "computes with tensors on two devices: one of them is neither an input nor of the model, and lies elsewhere",
         "register that tensor as a buffer of a module, or make it on the device of those that it is used with",
     ),
-    (
-        r"`disallow_in_graph`",
+    r"`disallow_in_graph`": (
         "calls torch.func.linearize, which keeps values of this call, without their gradients, for its linear function",
         "call torch.func.jvp(function, (x,), (tangent,)) for each tangent: with the same results, and all gradients",
     ),
-    (
-        "maximum recursion depth exceeded",
+    "maximum recursion depth exceeded": (
         "calls itself without end",
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",
     ),
-    (
-        "Calling subclass default constructor",
+    "Calling subclass default constructor": (
         "makes a tensor of a class with arguments of its own, such as torch.nn.attention.bias.CausalBias",
         "write it with a plain tensor: attention with is_causal=True, or with a mask of torch.ones(n, m).tril()",
     ),
-    (
-        _SELECTS,
+    _SELECTS: (
         "selects elements by a mask, x[mask], or asks where it holds, nonzero(); how many there are depends on values",
         "keep the shape: torch.where(mask, x, 0), and a mean as (x * mask).sum() / mask.sum()",
     ),
-    (
-        "_local_scalar_dense|data-dependent expression",
+    "_local_scalar_dense|data-dependent expression": (
         "takes a number out of a tensor, and a program looks at no values",
         "keep it a tensor: torch.where in the place of if, and no .item(), int(), float() or bool() of it",
     ),
-)
+}
 
 
 # Dynamo's messages for an op that refuses its operands; groups: (op, reason).
@@ -280,7 +241,7 @@ _RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS, _WITHIN_FUNC, _SELECT
 
 def is_explained(error: Exception) -> bool:
     """Return whether `REFUSALS`, the table of known messages, explains an ``error`` of a trace."""
-    return any(re.search(form, str(error)) for form, *_ in REFUSALS)
+    return any(re.search(form, str(error)) for form in REFUSALS)
 
 
 def may_run(error: Exception) -> bool:
@@ -292,8 +253,8 @@ def may_run(error: Exception) -> bool:
         return False
     if "ata-dependent" in text or any(re.search(form, text, re.DOTALL) for form in _KERNEL_ERRORS):
         return False
-    row = next((form for form, *_ in REFUSALS if re.search(form, text)), None)
-    return row is None or row in _RUNS
+    refusal = next((form for form in REFUSALS if re.search(form, text)), None)
+    return refusal is None or refusal in _RUNS
 
 
 def capture_error(
@@ -310,100 +271,109 @@ def capture_error(
         inputs: (name, example) of each tensor input.
         uncast: the result of `Dtypes.uncast`.
     """
-    text = str(error)
-    if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
-        if loss is None:
-            return CaptureError(
-                f"{type(model).__name__} returns no tensor",
-                source=user_frame([defined_at(type(model).forward)]) or calling_line(),
-                fix="return what a step computes",
-            )
-        name = getattr(loss, "__name__", type(loss).__name__)
-        return CaptureError(
-            f"the loss {name!r} gives {gave[1].strip()}, not one real number as a tensor",
-            source=user_frame([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)]) or calling_line(),
-            fix="return a tensor of one element: a mean or a sum, and no .item()",
-        )
-    if unknown := re.search(r"Found <class '(?:.*\.)?(\w+)'> in output", text):
-        return CaptureError(
-            f"{type(model).__name__} returns a {unknown[1]}, a class that torch's pytrees do not know",
-            source=user_frame([defined_at(type(model).forward)]) or calling_line(),
-            fix=f"return tensors, numbers, strings and None, in tuples, lists and dicts; of a dataclass, call "
-            f"torch.export.register_dataclass({unknown[1]}) once",
-        )
-    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    if not isinstance(error, TorchDynamoException):
-        reason = f"{type(error).__name__}: {reason}"
+    text, name = str(error), type(model).__name__
+    if (of_result := _result_error(text, model, loss)) is not None:
+        return of_result
     frames_of = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in frames_of]
+    line = user_frame(frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in frames_of])
     for form in _KERNEL_ERRORS:
         if failed := re.search(form, text, re.DOTALL):
             cause, fix = uncast if "dtype" in failed[2] else ("", "")
             failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
-            return CaptureError(
-                f"{type(model).__name__} does not run on {_inputs_text(inputs)}: {failure}",
-                source=user_frame(stack) or calling_line(),
-                fix=fix
-                or "pass inputs that it runs on uncompiled, of the same shapes and dtypes; shapes are those of the "
-                "parts of all ranks together: of an input that every rank passes whole (a mask, say), write "
-                "shardc.Plan(inputs={'mask': '...'})",
-            )
+            return error_at(line, f"{name} does not run on {_inputs_text(inputs)}: {failure}", fix or _FIX_INPUTS)
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
-    for form, what, fix in REFUSALS:
+    for form, (what, fix) in REFUSALS.items():
         if re.search(form, text):
             fix += _FIX_EXPERTS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
             # Dynamo gives no line for requires_grad_(): it is looked for in the source.
-            line = user_frame(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
-            return CaptureError(f"{type(model).__name__} {what}", source=line or calling_line(), fix=fix)
+            line = line or ("requires_grad_" in form and line_with("requires_grad_(", model)) or ""
+            return error_at(line, f"{name} {what}", fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
-        return CaptureError(
-            f"{op[1]}, which {type(model).__name__} calls, has no gradient",
-            source=user_frame(stack) or calling_line(),
-            fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
-        )
+        fix = "give it one with torch.library.register_autograd, or call it under torch.no_grad()"
+        return error_at(line, f"{op[1]}, which {name} calls, has no gradient", fix)
     if (drops := _layer_drops(model)) and "ata-dependent branching" in text:
-        return CaptureError(
-            f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "
-            "all its layers in each step",
-            source=user_frame(stack) or calling_line(),
-            fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
+        return error_at(
+            line,
+            f"{name} draws which layers to skip ({', '.join(drops)} of its config), and a program has all its layers "
+            "in each step",
+            f"make the model of a config with {', '.join(f'{drop}=0.0' for drop in drops)}",
         )
-    raises = re.search(r"(raised exception .*)", text)
-    why = raises or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
-    hint = re.search(r"Hint: (.*)", text)
-    return CaptureError(
-        f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
-        source=user_frame(stack) or calling_line(),
-        fix=_FIX_RAISE
-        if raises
-        else _FIX_BRANCH
-        if "ata-dependent branching" in text
-        else _FIX_OBJECT
-        if loss is not None and "as_proxy" in text
-        else (_FIX_ELSEWHERE if re.search(_VAGUE_HINTS, hint[1]) else hint[1].strip())
-        if hint and "tolist()" not in reason
-        else _FIX_ELSEWHERE
-        if re.search("returned non-Tensor|shape_env should not be None|as_proxy", text)
-        else _FIX_SIZES + (_FIX_EXPERTS if "tolist()" in text and stacked else ""),
-    )
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if not isinstance(error, TorchDynamoException):
+        reason = f"{type(error).__name__}: {reason}"
+    why = re.search(_RAISED, text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
+    what = f"{name} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else "")
+    return error_at(line, what, _untraceable_fix(text, reason, loss, stacked))
 
 
-_FIX_RAISE = "mend what raises there; if it does not raise uncompiled, write that line in another way"
-_FIX_OBJECT = (
-    "pass tensors to functions of torch: if the model returns an object, take the tensor out of it in the loss, as in "
-    "loss=lambda output, target: cross_entropy(output.logits, target)"
-)
-_FIX_BRANCH = "compute both and choose, by torch.where(condition, a, b), or write torch.cond(condition, f, g, (x,))"
-_FIX_ELSEWHERE = (
-    "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
-)
+def error_at(line: str, what: str, fix: str) -> CaptureError:
+    """Return a CaptureError with the text ``what`` and the ``fix``, whose source is the user's ``line``
+    (``file:line``). If that is "", the source is the line that calls shardc.
+    """
+    return CaptureError(what, source=line or calling_line(), fix=fix)
+
+
+def _result_error(text: str, model: nn.Module, loss: Callable[..., object] | None) -> CaptureError | None:
+    """Return the error for a result of ``model`` or ``loss`` that a program cannot have. None if ``text``, the message
+    of the error in the trace, is about something else.
+    """
+    name, model_line = type(model).__name__, user_frame([defined_at(type(model).forward)])
+    if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
+        if loss is None:
+            return error_at(model_line, f"{name} returns no tensor", "return what a step computes")
+        return error_at(
+            user_frame([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)]),
+            f"the loss {getattr(loss, '__name__', type(loss).__name__)!r} gives {gave[1].strip()}, not one real number "
+            "as a tensor",
+            "return a tensor of one element: a mean or a sum, and no .item()",
+        )
+    if unknown := re.search(r"Found <class '(?:.*\.)?(\w+)'> in output", text):
+        return error_at(
+            model_line,
+            f"{name} returns a {unknown[1]}, a class that torch's pytrees do not know",
+            "return tensors, numbers, strings and None, in tuples, lists and dicts; of a dataclass, call "
+            f"torch.export.register_dataclass({unknown[1]}) once",
+        )
+    return None
+
+
+def _untraceable_fix(text: str, reason: str, loss: Callable[..., object] | None, stacked: bool) -> str:
+    """Return the fix for code that Dynamo refuses with the message ``text``, whose first line is ``reason``.
+
+    Args:
+        stacked: whether the model has parameters of three dims, as experts have.
+    """
+    hint = re.search(r"Hint: (.*)", text) if "tolist()" not in reason else None
+    if re.search(_RAISED, text):
+        return "mend what raises there; if it does not raise uncompiled, write that line in another way"
+    if "ata-dependent branching" in text:
+        return "compute both and choose, by torch.where(condition, a, b), or write torch.cond(condition, f, g, (x,))"
+    if loss is not None and "as_proxy" in text:
+        return (
+            "pass tensors to functions of torch: if the model returns an object, take the tensor out of it in the "
+            "loss, as in loss=lambda output, target: cross_entropy(output.logits, target)"
+        )
+    if hint and not re.search(_VAGUE_HINTS, hint[1]):
+        return hint[1].strip()
+    if hint or re.search("returned non-Tensor|shape_env should not be None|as_proxy", text):
+        return (
+            "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
+        )
+    experts = _FIX_EXPERTS if "tolist()" in text and stacked else ""
+    return f"write this line with tensor operations whose shapes do not depend on values{experts}"
+
+
+_RAISED = r"(raised exception .*)"
 # Dynamo's hints for its own developers, or for models in which graph breaks are allowed.
 _VAGUE_HINTS = (
     "write Dynamo tracing rules|file an issue|graph break is fundamental|set_stance|backtrace further above|"
     "custom operator|[Rr]eport an issue"
 )
-_FIX_SIZES = "write this line with tensor operations whose shapes do not depend on values"
 _FIX_EXPERTS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
+_FIX_INPUTS = (
+    "pass inputs that it runs on uncompiled, of the same shapes and dtypes; shapes are those of the parts of all ranks "
+    "together: of an input that every rank passes whole (a mask, say), write shardc.Plan(inputs={'mask': '...'})"
+)
 
 
 def line_with(text: str, model: nn.Module) -> str | None:
@@ -460,11 +430,11 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
             if len(dtypes) > 1:
                 cause, fix = uncast
                 inputs = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
-                raise CaptureError(
+                raise error_at(
+                    info(node).origin.source,
                     f"{node.target} is given {' and '.join(torch_name(x) for x in dtypes)}; the inputs "
                     f"are {_inputs_text(inputs)}{cause and '; '}{cause}",
-                    source=info(node).origin.source or calling_line(),
-                    fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
+                    fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )
 
 
@@ -473,18 +443,12 @@ def refuse_sparse(graph: fx.Graph) -> None:
     for node in graph.nodes:
         results = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
         if any(x.layout is not torch.strided for x in results):
-            raise CaptureError(
+            raise error_at(
+                line_of(node),
                 f"{node.target} makes a sparse tensor, which no rank can hold a shard of",
-                source=line_of(node) or calling_line(),
-                fix="leave sparse=True out of the embedding (or set module.sparse = False before compile), and use an "
+                "leave sparse=True out of the embedding (or set module.sparse = False before compile), and use an "
                 "optimizer for dense gradients; keep other sparse tensors as plain indices and values",
             )
-
-
-_IN_PLACE_OF = {
-    "triton_kernel_wrapper": "launch the kernel in an op of torch.library.triton_op or custom_op, which runs on each "
-    "rank at the shapes of its shards, with shardc.register_rule for its rule",
-}
 
 
 COLLECTIVES = ("c10d_functional", "_c10d_functional")  # namespaces of collectives
@@ -494,19 +458,19 @@ def refuse_higher_order(graph: fx.Graph) -> None:
     """Raises CaptureError if the traced graph has a higher-order op or calls a collective."""
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") in COLLECTIVES:
-            raise CaptureError(
+            raise error_at(
+                line_of(node),
                 f"forward calls the collective {node.target}, and a model is written for one device: a program has its "
                 "own collectives",
-                source=line_of(node) or calling_line(),
-                fix="leave it out: results are those of the whole batch; or write what each rank does with "
+                "leave it out: results are those of the whole batch; or write what each rank does with "
                 "shardc.local_map",
             )
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             name = node.target.name()
-            instead = next((fix for start, fix in _IN_PLACE_OF.items() if name.startswith(start)), None)
-            raise CaptureError(
-                f"the higher-order op {name} has no sharding rule",
-                source=line_of(node) or calling_line(),
-                fix=instead
-                or "write it with ops of torch, such as a Python loop over tensors that are traced one by one",
-            )
+            fix = "write it with ops of torch, such as a Python loop over tensors that are traced one by one"
+            if name.startswith("triton_kernel_wrapper"):
+                fix = (
+                    "launch the kernel in an op of torch.library.triton_op or custom_op, which runs on each rank at "
+                    "the shapes of its shards, with shardc.register_rule for its rule"
+                )
+            raise error_at(line_of(node), f"the higher-order op {name} has no sharding rule", fix)

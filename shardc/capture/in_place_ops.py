@@ -19,10 +19,8 @@ from torch._higher_order_ops import auto_functionalize
 from torch._subclasses.functional_tensor import FunctionalTensorMode, PythonFunctionalizeAPI
 from torch.fx import traceback
 
-from shardc.capture.capture_errors import frames, user_frame
+from shardc.capture.capture_errors import error_at, frames, user_frame
 from shardc.custom_ops.functional_ops import functional, written_names
-from shardc.errors import CaptureError
-from shardc.ir.code import calling_line
 
 
 def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,10 +37,10 @@ def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], k
     written = [x for name in written_names(op) for x in pytree.tree_leaves(named.get(name)) if isinstance(x, Tensor)]
     for first, second in combinations(written, 2):
         if _overlap(first, second):
-            raise CaptureError(
+            raise error_at(
+                user_frame(frames("".join(traceback.format_stack()))),
                 f"{op} writes to two arguments that share memory",
-                source=user_frame(frames("".join(traceback.format_stack()))) or calling_line(),
-                fix="pass a copy of one of them (x.clone())",
+                "pass a copy of one of them (x.clone())",
             )
     ctx: Any = PythonFunctionalizeAPI(mode=mode)
     with ctx.redispatch_to_next():

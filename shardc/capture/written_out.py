@@ -28,10 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as api
 
 from shardc.capture import flex
-from shardc.capture.capture_errors import line_of
+from shardc.capture.capture_errors import error_at, line_of
 from shardc.custom_ops.function_ops import NO_GRADIENT
-from shardc.errors import CaptureError
-from shardc.ir.code import calling_line
 
 
 def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
@@ -130,11 +128,6 @@ def _split(results: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[
     return results[:count], results[count:]
 
 
-def _invoke(body: fx.GraphModule, _: str, *operands: Any) -> Any:
-    """Compute torch's ``invoke_subgraph``: return the results of ``body``, the graph that it calls."""
-    return _run(body, *operands)
-
-
 def _run(body: fx.GraphModule, *operands: Any) -> Any:
     """Run the graph of ``body`` node by node and return its results. In a trace, the ops keep the source lines and
     modules of the nodes.
@@ -149,9 +142,8 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, condition: Any, step: Any, count: int, *operands: Any) -> Any:
-        one_step = {FakeTensorMode: lambda mode, condition, step, carries, rest: _one_step(mode, step, carries, rest)}
-        # Below autograd, which this function stands for.
-        with patch.dict(while_loop_op.python_key_table, one_step), torch._C._AutoDispatchBelowAutograd():
+        fake_loop = patch.dict(while_loop_op.python_key_table, {FakeTensorMode: _one_step})
+        with fake_loop, torch._C._AutoDispatchBelowAutograd():  # below autograd, which this function stands for
             results: Any = while_loop_op(condition, step, operands[:count], operands[count:])
         ctx.save_for_backward(*operands, *results)
         ctx.operands = len(operands)
@@ -187,19 +179,18 @@ def _while_loop(condition: Any, step: fx.GraphModule, carries: Sequence[Any], re
         left_out |= _GRADIENTS
     for at, call in enumerate(calls):
         if (name := getattr(call.target, "__name__", "")) in left_out:
-            raise CaptureError(
-                f"the step of a while_loop would lose {left_out[name]}",
-                source=next(filter(None, map(line_of, calls[at:])), calling_line()),
-                fix="write a scan over a fixed number of steps"
-                + (", or call the loop under torch.no_grad()" if name in _GRADIENTS else ""),
-            )
+            fix = "write a scan over a fixed number of steps"
+            if name in _GRADIENTS:
+                fix += ", or call the loop under torch.no_grad()"
+            line = next(filter(None, map(line_of, calls[at:])), "")
+            raise error_at(line, f"the step of a while_loop would lose {left_out[name]}", fix)
     apply: Any = _Loop.apply
     return apply(condition, step, len(carries), *carries, *rest)
 
 
-def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[Any], rest: Sequence[Any]) -> Any:
-    """Run one ``step`` of a while loop in the fake ``mode``; return the new carries. Their types are those of the
-    loop's results.
+def _one_step(mode: FakeTensorMode, _: object, step: Any, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
+    """Run one ``step`` of a while loop in the fake ``mode``, without its condition; return the new carries. Their types
+    are those of the loop's results.
 
     It replaces torch's fake loop, which makes symbols of numbers.
     """
@@ -210,7 +201,7 @@ def _one_step(mode: FakeTensorMode, step: Callable[..., Any], carries: Sequence[
 _PLAIN: dict[object, Callable[..., Any]] = {
     flex_attention: math_attention,
     map_impl: _map,
-    invoke_subgraph: _invoke,
+    invoke_subgraph: lambda body, _, *operands: _run(body, *operands),
     while_loop_op: _while_loop,
 }
 
