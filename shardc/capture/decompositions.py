@@ -79,6 +79,18 @@ def numbers_as_tensors(graph: fx.Graph) -> None:
             node.target, node.kwargs = aten.scalar_tensor.default, {"dtype": val.dtype, "device": val.device}
 
 
+def insert_call(
+    graph: fx.Graph, like: fx.Node, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument
+) -> Any:
+    """Insert a call of ``target`` in the active fake mode; return its node. It has the meta of the node ``like``, but
+    its own fake value.
+    """
+    node = graph.call_function(target, args, kwargs)
+    args, kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+    node.meta = {**like.meta, "val": target(*args, **kwargs)}
+    return node
+
+
 class _Elements:
     """The elements that one ``as_strided`` op reads or writes.
 
@@ -89,7 +101,7 @@ class _Elements:
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node, traced: fx.Node, base: fx.Node, offset: int) -> None:
-        self.graph, self.node, self.base = graph, node, base
+        self.node, self.base, self._call = node, base, partial(insert_call, graph, node)
         arguments = arguments_of(node)
         self.tensor, self.source = arguments["self"], arguments.get("src")
         self.size: list[int] = [int(n) for n in arguments["size"]]
@@ -174,16 +186,6 @@ class _Elements:
         result's node.
         """
         return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
-
-    def _call(self, target: OpOverload, *args: fx.node.Argument, **kwargs: fx.node.Argument) -> fx.Node:
-        """Inserts a call of ``target`` and returns its node. It has the meta of the ``as_strided`` node, but its own
-        fake value.
-        """
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
-        fakes = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-        node.meta["val"] = target(*fakes[0], **fakes[1])
-        return node
 
 
 def _memory(node: fx.Node) -> tuple[fx.Node, int]:

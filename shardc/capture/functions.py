@@ -14,14 +14,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.capture.capture_errors import COLLECTIVES, line_of
-from shardc.capture.decompositions import numbers_as_tensors
-from shardc.capture.flips import remove_flips
+from shardc.capture.capture_errors import COLLECTIVES, error_at, line_of
+from shardc.capture.decompositions import insert_call, numbers_as_tensors
 from shardc.custom_ops.flops import of_function
 from shardc.custom_ops.function_ops import NO_GRADIENT, OPS, Function, function_of, named, register
 from shardc.errors import CaptureError, VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.code import calling_line
 from shardc.ir.op_traits import draws
 
 aten = torch.ops.aten
@@ -71,8 +69,9 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
     before, reverse = list(flat), False
     if kind == "scan":
-        counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
-        reverse = remove_flips(gm.graph, node, flat, counts)
+        with node.meta["val"][0].fake_mode:
+            counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
+            reverse = _remove_flips(gm.graph, node, flat, counts)
         named(graphs[0])
     function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name, *([True] if reverse else [])), {}
@@ -152,7 +151,7 @@ def _number(gm: fx.GraphModule, constant: fx.Node, node: fx.Node | None, kind: s
 
 def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
     """Return a CaptureError with the text ``what``, the user's line that ``node`` comes from, and the ``fix``."""
-    return CaptureError(what, source=(line_of(node) if node else "") or calling_line(), fix=fix)
+    return error_at(line_of(node) if node else "", what, fix)
 
 
 def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Node], counts: tuple[int, int]) -> int:
@@ -196,7 +195,8 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
             value = _copy_to_outer(outer, scan, results[user.args[1]], env)
             # The scan returned it for each step; now it is computed once, and repeated.
             shape = [steps, *value.meta["val"].shape]
-            every = _call(outer, scan, aten.expand.default, _call(outer, scan, aten.unsqueeze.default, value, 0), shape)
+            one_step = insert_call(outer, scan, aten.unsqueeze.default, value, 0)
+            every = insert_call(outer, scan, aten.expand.default, one_step, shape)
         user.replace_all_uses_with(every)
         outer.erase_node(user)
     next(iter(reversed(step.nodes))).args = (tuple(results[at] for at in remaining),)
@@ -209,8 +209,7 @@ def _repeated(node: fx.Node) -> fx.Node | None:
     """Return the node whose value ``node`` repeats along a new dim 0, with or without flips of that dim. None if
     ``node`` does not repeat a value.
     """
-    while node.target is aten.flip.default and node.args[1] == [0]:
-        (node, _) = node.args
+    node, _ = _unflipped(node)
     source: Any = node.args[0] if node.target is aten.expand.default else None
     if source is None or source.target is not aten.unsqueeze.default or source.args[1] != 0:
         return None
@@ -226,19 +225,57 @@ def _copy_to_outer(outer: fx.Graph, scan: fx.Node, node: fx.Node, env: dict[fx.N
     """
     if env[node] is node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: _copy_to_outer(outer, scan, x, env))
-        env[node] = _call(outer, scan, node.target, *args, **kwargs)
+        env[node] = insert_call(outer, scan, node.target, *args, **kwargs)
     return env[node]
 
 
-def _call(outer: fx.Graph, scan: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call of ``target`` into the graph ``outer``; return its node. It has the meta of ``scan``, but its own
-    fake value.
+def _remove_flips(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], counts: tuple[int, int]) -> bool:
+    """Remove, in place, flips of the sequences and of the results of ``scan``. Return whether the scan now has to run
+    in reverse: it has to if most sequences were flipped.
+
+    torch writes a scan that begins at the end of its sequences by flips. A flip moves each element of a sequence to
+    another place, so to another rank if the sequence is split.
+
+    Args:
+        outer: the graph of ``scan``, whose results are tensors.
+        scan: the scan. The uses of its results are changed in place.
+        operands: its operands: carries, sequences and the rest. The list is changed in place.
+        counts: numbers of carries and of sequences.
     """
-    node = outer.call_function(target, args, kwargs)
-    args, kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-    with scan.meta["val"][0].fake_mode:
-        node.meta = {**scan.meta, "val": target(*args, **kwargs)}
-    return node
+    carries, end = counts[0], sum(counts)
+    sources = list(map(_unflipped, operands[carries:end]))
+    reverse = 2 * sum(flipped for _, flipped in sources) > len(sources)
+    for at, (source, flipped) in enumerate(sources, carries):
+        with outer.inserting_before(scan):
+            operands[at] = source if flipped == reverse else insert_call(outer, source, aten.flip.default, source, [0])
+    for result in list(scan.users):
+        if reverse and result.args[1] >= carries:
+            with outer.inserting_after(result):
+                flipped_result = insert_call(outer, result, aten.flip.default, result, [0])
+            result.replace_all_uses_with(
+                flipped_result, delete_user_cb=lambda user, inserted=flipped_result: user is not inserted
+            )
+        for flip in filter(_flips, list(result.users)):  # a flip of a flip is the value itself
+            for user in filter(_flips, list(flip.users)):
+                user.replace_all_uses_with(result)
+                outer.erase_node(user)
+            if not flip.users:
+                outer.erase_node(flip)
+    return reverse
+
+
+def _flips(node: fx.Node) -> bool:
+    """Return whether ``node`` is a flip along dim 0."""
+    return node.target is aten.flip.default and node.args[1] == [0]
+
+
+def _unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Return (the source of ``node`` before any flips along dim 0, whether ``node`` is the source flipped)."""
+    flipped = False
+    while _flips(node):
+        source: Any = node.args[0]
+        node, flipped = source, not flipped
+    return node, flipped
 
 
 def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[..., object]]) -> None:

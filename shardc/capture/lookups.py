@@ -19,6 +19,8 @@ from torch._dynamo import _trace_wrapped_higher_order_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardc.capture.decompositions import insert_call
+
 aten = torch.ops.aten
 SCATTER = getattr(_trace_wrapped_higher_order_op, "zeros_and_scatter")._opoverload  # noqa: B009
 _READS = (aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -303,22 +305,14 @@ class _Lookup:
             return value.tolist() == list(range(len(value)))
 
     def _call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-        """Insert a call of ``target`` and return its node, with the meta of the lookup and its own fake value. For a
-        call that would change nothing, return the operand.
+        """Insert a call of ``target``, by `insert_call`, and return its node. For a call that would change nothing,
+        return the operand.
         """
         if target is aten.permute.default and list(args[1]) == list(range(len(args[1]))):
             return args[0]
         if target is aten.expand.default and tuple(args[1]) == tuple(args[0].meta["val"].shape):
             return args[0]
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = dict(self.node.meta)
-        node.meta["val"] = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
-        return node
+        return insert_call(self.graph, self.node, target, *args, **kwargs)
 
 
 _COPYING = (aten.reshape.default, aten._unsafe_view.default)
-
-
-def _val(node: fx.Node) -> object:
-    """Return the fake value of a node."""
-    return node.meta["val"]
