@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from shardc.capture.slices import arguments
+
 _POINTWISE = frozenset({
     F.silu, F.relu, F.gelu, F.sigmoid, F.tanh, F.mish, F.softplus, F.elu, F.leaky_relu, F.hardswish, F.relu6,
     torch.relu, torch.sigmoid, torch.tanh,
@@ -42,9 +44,9 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
     """Rewrites the convolution ``conv`` to pad the front only, and removes the slices that cut off the end of its
     result. Changes nothing if the convolution is not causal.
     """
-    arguments = _named(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    x, weight = _shape(arguments["input"]), _shape(arguments["weight"])
-    stride, padding, dilation = (_number(arguments.get(name, default)) for name, default in
+    named = arguments(conv, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    x, weight = _shape(named["input"]), _shape(named["weight"])
+    stride, padding, dilation = (_number(named.get(name, default)) for name, default in
                                  (("stride", 1), ("padding", 0), ("dilation", 1)))  # fmt: skip
     if x is None or weight is None or stride != 1 or not padding or dilation is None:
         return
@@ -54,9 +56,9 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
     if not cuts:
         return
     with graph.inserting_before(conv):
-        padded = graph.call_function(F.pad, (arguments["input"], (padding, 0)))
+        padded = graph.call_function(F.pad, (named["input"], (padding, 0)))
     padded.meta.update({key: value for key, value in conv.meta.items() if key != "example_value"})
-    conv.args, conv.kwargs = (), {**arguments, "input": padded, "padding": 0}
+    conv.args, conv.kwargs = (), {**named, "input": padded, "padding": 0}
     for cut, dim in cuts:
         if cut.target == "narrow":
             cut.replace_all_uses_with(cut.args[0])
@@ -65,11 +67,6 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
             index = list(_index(cut, len(x)) or ())
             index[dim] = slice(None)
             cut.args = (cut.args[0], tuple(index))
-
-
-def _named(node: fx.Node, *names: str) -> dict[str, Any]:
-    """Return name -> argument of a call. ``names`` are the names of the positional parameters."""
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _shape(node: object) -> Sequence[Any] | None:
@@ -117,11 +114,11 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
     if user.target is getattr and user.args[1] == "mT" and rank > 1:
         order[-2:] = order[:-3:-1]
     elif user.target in ("transpose", torch.transpose):
-        arguments = _named(user, "input", "dim0", "dim1")
-        a, b = arguments["dim0"], arguments["dim1"]
+        named = arguments(user, "input", "dim0", "dim1")
+        a, b = named["dim0"], named["dim1"]
         order[a], order[b] = order[b], order[a]
     elif user.target in ("permute", torch.permute):
-        to = _named(user, "input", "dims")["dims"]
+        to = arguments(user, "input", "dims")["dims"]
         order = [d % rank for d in (user.args[1:] if isinstance(to, int) else to)]
     else:
         return None

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dynamo import functional_export
 from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.exc import ObservedAttributeError
@@ -30,6 +29,7 @@ from shardc._compat import is_wrapper, traced_code
 from shardc.capture.annotate import OUTPUT, SAME, model_name
 from shardc.capture.capture_errors import user_frame
 from shardc.capture.side_effects import Change
+from shardc.capture.slices import memory_of, value_of
 from shardc.errors import CaptureError
 from shardc.ir.code import code_hash, is_of_library, is_versioned, module_name
 from shardc.ir.guards import Lookup, Read, Reads, parse
@@ -63,10 +63,10 @@ def memories_of(
     names |= dict(zip(map(id, fakes), inputs, strict=True))
     # For the inputs of the root, all that Dynamo's graph takes, in order: parameters, buffers and other tensors, too.
     feeds = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
-    owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
+    owners = {memory_of(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
     tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
     outputs = [tag.args[0] for tag in tags if tag.kwargs.get("name") in (OUTPUT, SAME)]
-    return tuple(Memory(_memory(x), *_as_view(x)) for x in outputs), owners
+    return tuple(Memory(memory_of(x), *_as_view(x)) for x in outputs), owners
 
 
 def _as_view(node: fx.Node) -> tuple[bool, bool]:
@@ -75,22 +75,17 @@ def _as_view(node: fx.Node) -> tuple[bool, bool]:
     Torch refuses to change a view that a custom autograd function returns, and one whose elements share memory.
     """
     strided = fixed = False
-    memory = _memory(node)
+    memory = memory_of(node)
     while node.op in ("call_function", "call_method", "call_module") and node.all_input_nodes:
         before = node.all_input_nodes[0]
         if before.target is torch.ops.higher_order.autograd_function_apply and node.target is getitem:
-            return strided, fixed or any(_memory(x) == memory for x in before.all_input_nodes if _is_tensor(x))
-        if not _is_tensor(before) or _memory(before) != memory:
+            return strided, fixed or memory in map(memory_of, before.all_input_nodes)
+        if not isinstance(value_of(before), Tensor) or memory_of(before) != memory:
             break
         if node.target in ("as_strided", torch.as_strided):
-            strided, fixed = True, fixed or _overlaps_itself(node.meta["example_value"])
+            strided, fixed = True, fixed or _overlaps_itself(value_of(node))
         node = before
     return strided, fixed
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    """Return whether the example value of ``node`` is a tensor."""
-    return isinstance(node.meta.get("example_value"), Tensor)
 
 
 def _overlaps_itself(x: Tensor) -> bool:
@@ -103,17 +98,6 @@ def _overlaps_itself(x: Tensor) -> bool:
             return True
         span += step * (size - 1)
     return False
-
-
-def _memory(node: fx.Node) -> int:
-    """Return an id of the storage of ``node``, equal for tensors that share memory.
-
-    A tensor of a transform of ``torch.func`` has that of the tensor that it wraps.
-    """
-    x = node.meta["example_value"]
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 
 
 What = Literal["value", "type", "length", "keys", "has", "own"]

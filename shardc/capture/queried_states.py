@@ -30,6 +30,7 @@ from torch._dynamo.variables.misc import AutogradFunctionContextVariable, NumpyV
 from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
 
 from shardc._compat import FakeTensor
+from shardc.capture.slices import memory_of
 from shardc.ir.code import is_versioned
 from shardc.ir.guards import GRAD_MODE, INFERENCE_MODE, STATES, Read, in_inference_mode
 
@@ -322,13 +323,7 @@ class GradMode:
 def _is_view(this: TensorVariable, tx: InstructionTranslatorBase) -> bool:
     """Return whether ``this``, a tensor computed in a trace, is a view of a parameter, a buffer or an input."""
     nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
-    return _memory(this.as_proxy().node) in {_memory(node) for node in nodes}
-
-
-def _memory(node: fx.Node) -> int | None:
-    """Return an id of the storage of ``node``, equal for tensors that share memory; None if it has no dense tensor."""
-    x = node.meta.get("example_value")
-    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
+    return memory_of(this.as_proxy().node) in {memory_of(node) for node in nodes}
 
 
 def _require_grad(values: Sequence[object]) -> bool:

@@ -31,8 +31,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.capture.functions import graph_of_function
-from shardc.capture.slices import WHOLE, Series, arguments, indexed, slices, value_of
-from shardc.capture.writes import memory_of, written
+from shardc.capture.slices import WHOLE, Series, arguments, indexed, memory_of, slices, value_of
+from shardc.capture.writes import written
 from shardc.capture.written_out import scan
 
 STEPS = 4  # fewest steps of a loop that is written as a scan

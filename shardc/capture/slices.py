@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 WHOLE = slice(None)
 Index = tuple[int | None | tuple[Any, Any, Any], ...]  # a slice as (start, stop, step), to be hashable
@@ -48,6 +49,19 @@ class Series:
 def value_of(node: fx.Node) -> Any:
     """Return the example value of a node, or None."""
     return node.meta.get("example_value")
+
+
+def memory_of(node: fx.Node) -> Any:
+    """Return an id of the memory of the tensor ``node``; a tensor and its views have equal ids. None for other values.
+
+    A tensor of a transform of ``torch.func`` has the id of the tensor that it wraps.
+    """
+    x = value_of(node)
+    if not isinstance(x, Tensor):
+        return None
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
 
 
 def slices(node: fx.Node) -> Iterator[tuple[Series, int]]:

@@ -8,17 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-
-from shardc.capture.slices import value_of
-
-
-def memory_of(node: fx.Node) -> Any:
-    """Return an id of the memory of the tensor ``node``; a tensor and its views have equal ids. None for other
-    values.
-    """
-    value = value_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+from torch import fx
 
 
 def written(node: fx.Node) -> list[fx.Node]:
