@@ -289,18 +289,10 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
     """
     lookup = Lookup(model)
     places = [(lookup(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
-    # `places` stands for an attribute that is not there. A closure's cell has no ``__dict__``.
-    before: list[Any] = [
-        vars(owner).get(name, places) if hasattr(owner, "__dict__") else getattr(owner, name, places)
-        for owner, name, _ in places
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, name, value in places:
-            setattr(owner, name, value)
+            stack.enter_context(patch.object(owner, name, value, create=not hasattr(owner, name)))
         yield
-    finally:
-        for (owner, name, _), value in zip(places, before, strict=True):
-            delattr(owner, name) if value is places else setattr(owner, name, value)
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
@@ -328,9 +320,8 @@ def loaded_names(code: Iterable[CodeType]) -> set[str]:
             if not code_object.co_filename.startswith("<"):  # else made by Dynamo itself
                 names |= _loaded_by_bytecode(code_object)
             continue
-        loads = _Loads(names)
-        loads.visit(tree)
-        names |= loads.variables - {*code_object.co_varnames, *code_object.co_cellvars}
+        attributes, variables = _names_read(tree)
+        names |= attributes | variables - {*code_object.co_varnames, *code_object.co_cellvars}
     return names
 
 
@@ -344,72 +335,41 @@ def _loaded_by_bytecode(code: CodeType) -> set[str]:
     return named & {*code.co_names, *code.co_freevars}
 
 
-class _Loads(ast.NodeVisitor):
-    """AST visitor that collects the names of attributes and variables that code reads. Reads that only serve to change
+def _names_read(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Return (names of attributes, names of variables) that the code ``tree`` reads. Reads that only serve to change
     what they read (``self.count += 1``) do not count.
-
-    Args:
-        names: the names of attributes, extended.
-
-    Attributes:
-        variables: the names of variables.
     """
-
-    def __init__(self, names: set[str]) -> None:
-        self._names = names
-        self._targets: list[str] = []
-        self.variables: set[str] = set()
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load) and node.id not in self._targets:
-            self.variables.add(node.id)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._targets.append(_name(node.target))  # ``self.counts[key] += 1`` loads the attribute to change it
-        self.visit(node.target)
-        self._targets.pop()
-        self.visit(node.value)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        targets = [_name(target) for target in node.targets]
-        for target in node.targets:
-            # ``self.cache[key] = value`` loads the attribute to change it.
-            self.visit(target.slice if isinstance(target, ast.Subscript) else target)
-        self._targets += targets
-        self.visit(node.value)
-        del self._targets[len(self._targets) - len(targets) :]
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        self._visit_result(node, node.value)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._visit_result(node, node.body)
-
-    def _visit_result(self, node: ast.AST, call: ast.expr) -> None:
-        """Visit an expression ``call`` whose result is not used. If it is a method call that changes its object
-        (``x.append(y)``), the object does not count as read.
-        """
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
-            receiver = call.func.value
-            is_place = isinstance(receiver, ast.Attribute | ast.Name)
-            for part in (*call.args, *call.keywords, *([] if is_place else [receiver])):
-                self.visit(part)
-        else:
-            self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.ctx, ast.Load) and node.attr not in self._targets:
-            self._names.add(node.attr)
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1:
-            name = node.args[1]
-            self._names.update([str(name.value)] if isinstance(name, ast.Constant) else [])
-        self.generic_visit(node)
+    ignored = _reads_to_change(tree)
+    reads = [x for x in ast.walk(tree) if x not in ignored]
+    attributes = {x.attr for x in reads if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
+    for call in reads:
+        match call:
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=name), *_]):
+                attributes.add(str(name))
+    return attributes, {x.id for x in reads if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
 
 
-def _name(node: ast.expr) -> str:
+def _reads_to_change(tree: ast.AST) -> set[ast.AST]:
+    """Return the nodes of ``tree`` that read an object only to change it: ``self.count`` in ``self.count += 1``,
+    ``self.cache[key] = value`` and ``self.count.append(y)``, if the result of this call is not used.
+    """
+    nodes: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign):
+            nodes |= {x for x in ast.walk(node.target) if _name(x) == _name(node.target) != ""}
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                nodes |= {x for x in ast.walk(node.value) if _name(x) == _name(target) != ""}
+                nodes.update(ast.walk(target.value) if isinstance(target, ast.Subscript) else ())
+        elif isinstance(node, ast.Expr | ast.Lambda):
+            call = node.value if isinstance(node, ast.Expr) else node.body
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
+                place = call.func.value
+                nodes |= {call.func, *(ast.walk(place) if isinstance(place, ast.Attribute | ast.Name) else ())}
+    return nodes
+
+
+def _name(node: ast.AST) -> str:
     """Return the name of the attribute or variable in ``node``, without any subscripts: "b" for ``a.b[0]``. "" for
     other expressions.
     """
@@ -525,14 +485,11 @@ def restored(model: nn.Module) -> Iterator[Before]:
     had: module path -> (module, its attributes, its buffers).
     """
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
-    try:
+    with contextlib.ExitStack() as stack:
+        for module, _, _ in before.values():
+            stack.enter_context(patch.dict(vars(module)))
+            stack.enter_context(patch.dict(module._buffers))
         yield before
-    finally:
-        for module, attributes, buffers in before.values():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 def _change_text(ref: str, names: Collection[str]) -> str | None:
