@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import sympy
 import torch
@@ -26,8 +26,6 @@ from shardc.capture.trace import Captured, Loss, Traced, trace
 from shardc.errors import CaptureError
 
 Sizes = Mapping[str, int]
-Number = int | float | SymInt | SymFloat | SymBool
-T = TypeVar("T")
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 
@@ -85,7 +83,8 @@ class SymbolicCapture:
                 env[node] = _number(value, values)
                 continue
             copy = env[node] = graph.node_copy(node, lambda n: env[n])
-            copy.args, copy.kwargs = _without_symbols(copy.args), _without_symbols(copy.kwargs)
+            arguments = pytree.tree_leaves((copy.args, copy.kwargs))
+            assert not any(isinstance(x, _SYMBOLIC) for x in arguments), f"{node} takes a symbol that has no node"
             if value is not None:
                 with mode:
                     copy.meta["val"] = pytree.tree_map(lambda x: _value_at(x, values), value)
@@ -190,10 +189,14 @@ def _fixed_size_error(
     )
 
 
-def _number(x: Number, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | float:
-    """Return ``x``, a number in the trace, with the ``values`` of symbols substituted."""
+def _number(x: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> Any:
+    """Return ``x``, a number in the trace, with the ``values`` of symbols substituted. Return any other value as it
+    is.
+    """
+    if not isinstance(x, _SYMBOLIC):
+        return x
     kind = int if isinstance(x, SymInt) else float if isinstance(x, SymFloat) else bool
-    return kind(x.node.shape_env.replace(x.node._expr).xreplace(values)) if isinstance(x, _SYMBOLIC) else x
+    return kind(x.node.shape_env.replace(x.node._expr).xreplace(values))
 
 
 def _value_at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object:
@@ -201,18 +204,6 @@ def _value_at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object
     made in the active fake mode.
     """
     if not isinstance(x, Tensor):
-        return _number(x, values) if isinstance(x, _SYMBOLIC) else x
-    shape = [_number(n, values) if isinstance(n, SymInt) else n for n in x.shape]
-    stride = [_number(n, values) if isinstance(n, SymInt) else n for n in x.stride()]
+        return _number(x, values)
+    shape, stride = ([_number(n, values) for n in sizes] for sizes in (x.shape, x.stride()))
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-
-
-def _without_symbols(arguments: fx.node.Argument) -> fx.node.Argument:
-    """Return ``arguments``; asserts that no symbol is left in them."""
-    return fx.node.map_aggregate(arguments, _checked)
-
-
-def _checked(x: T) -> T:
-    """Return ``x``; asserts that it is not a symbol."""
-    assert not isinstance(x, _SYMBOLIC), f"{x} stands in the trace without a node"
-    return x
