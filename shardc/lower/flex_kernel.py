@@ -68,7 +68,7 @@ class _Call:
     functions of one element (zero-dim tensors), the tensors that they capture, and the block mask.
 
     Args:
-        body, keys: as of `shardc.custom_ops.flex_ops.flex`.
+        body, scale, keys: as of `shardc.custom_ops.flex_ops.flex`.
         size: [b, h, q, k].
         captured: tensors that the score function reads, then those that the mask function reads.
         positions: rows, columns, batches and heads, as of the op.
@@ -76,6 +76,7 @@ class _Call:
     """
 
     body: str
+    scale: float
     keys: int
     size: Sequence[int]
     captured: Sequence[Tensor]
@@ -83,30 +84,29 @@ class _Call:
     tables: Sequence[Tensor]
 
     @property
-    def given(self) -> tuple[Tensor, ...]:
+    def position_tensors(self) -> tuple[Tensor, ...]:
         """Return those of ``positions`` (global rows, columns, batches, heads) that are not None, as int32."""
         return tuple(x.to(torch.int32) for x in self.positions if x is not None)
 
     @property
     def of_score(self) -> tuple[Tensor, ...]:
         """Return the tensors that `score`, the function for torch's op, captures: those of the user's score function,
-        then `given`.
+        then `position_tensors`.
         """
-        return *self.captured[: function_of(self.body).counts[0]], *self.given
+        return *self.captured[: function_of(self.body).counts[0]], *self.position_tensors
 
     @property
     def of_mask(self) -> tuple[Tensor, ...]:
         """Return the tensors that `mask`, the function for torch's op, captures: those of the user's mask function,
-        then `given`.
+        then `position_tensors`.
         """
-        return *self.captured[function_of(self.body).counts[0] :], *self.given
+        return *self.captured[function_of(self.body).counts[0] :], *self.position_tensors
 
-    def _numbers(self, here: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    def _numbers(self, here: Sequence[Tensor], position_tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return [batch, head, row, column, batch, head] as numbers: the first four are global positions, the last two
-        ``here`` again. ``here`` is (batch, head, row, column) within the rank's operands; ``given`` has the tensors of
-        positions.
+        ``here`` again. ``here`` is (batch, head, row, column) within the rank's operands.
         """
-        tables = iter(given)
+        tables = iter(position_tensors)
         b, h, m, n = here
         rows, columns, batches, heads = (
             x if position is None else aten.index.Tensor(next(tables), [x])
@@ -167,43 +167,48 @@ class _Call:
         return {**options, **dict(function_of(self.body).options)}, self.of_score, self.of_mask
 
 
-def _forward(
-    options: _Options, query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor],
-    body: str, scale: float, keys: int,
+def _translated(
+    query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], body: str, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
     rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
     heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
-) -> Any:  # fmt: skip
-    """Decompose `flex` to torch's ``flex_attention``: return (output, log-sum-exp of each query's scores). Return
-    NotImplemented if its kernel does not support the operands, or the call has no block tables (``visible``).
+) -> _Call | None:  # fmt: skip
+    """Return a call of `flex`, with its arguments, as a `_Call`. Return None if torch's kernel does not support the
+    operands, or the call has no block tables (``visible``).
     """
     if visible is None or not takes(query, key, value):
+        return None
+    size, positions = (*query.shape[:3], key.shape[2]), (rows, columns, batches, heads)
+    return _Call(body, scale, keys, size, captured, positions, visible)
+
+
+def _forward(options: _Options, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+    """Decompose `flex` to torch's ``flex_attention``: return (output, log-sum-exp of each query's scores). Return
+    NotImplemented if `_translated` gives None; ``rest`` and ``named`` are its other arguments.
+    """
+    call = _translated(query, key, value, *rest, **named)
+    if call is None:
         return NotImplemented
-    call = _Call(body, keys, (*query.shape[:3], key.shape[2]), captured, (rows, columns, batches, heads), visible)
-    results = flex_attention(query, key, value, call.score(), call.blocks(), scale, *call.rest(options))
+    results = flex_attention(query, key, value, call.score(), call.blocks(), call.scale, *call.rest(options))
     return _by_row(results[0]), _by_row(results[1]) * log(2)
 
 
 def _gradient(
     options: _Options, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    grad_logsumexp: Tensor | None, wanted: Sequence[int], captured: Sequence[Tensor], body: str, scale: float,
-    keys: int,
-    axis: str = "", method: str = "", around: bool = False,
-    rows: Tensor | None = None, columns: Tensor | None = None, batches: Tensor | None = None,
-    heads: Tensor | None = None, visible: Sequence[Tensor] | None = None,
+    grad_logsumexp: Tensor | None, wanted: Sequence[int], *rest: Any, **named: Any,
 ) -> Any:  # fmt: skip
     """Decompose `flex_gradient` to torch's ``flex_attention_backward``: return a list of the gradients of query, key,
     value and of the captured tensors ``wanted``. Return NotImplemented in the cases of `_forward`.
     """
-    if visible is None or not takes(query, key, value):
+    call = _translated(query, key, value, *rest, **named)
+    if call is None:
         return NotImplemented
-    call = _Call(body, keys, (*query.shape[:3], key.shape[2]), captured, (rows, columns, batches, heads), visible)
     score, joint = _joint(call, query, wanted)
     if grad_logsumexp is None:
         grad_logsumexp = torch.zeros_like(logsumexp)
     grads = flex_attention_backward(
         query, key, value, out, _contiguous(logsumexp / log(2)), grad, grad_logsumexp * log(2), score, joint,
-        call.blocks(), scale, *call.rest(options),
+        call.blocks(), call.scale, *call.rest(options),
     )  # fmt: skip
     return [*map(_by_row, grads[:3]), *(grads[3][at] for at in wanted)]
 
