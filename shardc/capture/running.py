@@ -1,18 +1,19 @@
 """Captures a model by running it on fake tensors, if Dynamo refuses its code (for example gradients of gradients).
 
-The model first runs once to be observed (`Run.observe`): which code runs, which Python values that code can read, what
+The model first runs once to be observed (`Run._observe`): which code runs, which Python values that code can read, what
 it changes, and in which memory its outputs lie. AOTAutograd then runs it to trace forward and backward.
 """
 
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from itertools import count
@@ -34,7 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
 
 from shardc._compat import PyTree
 from shardc.capture.annotate import model_name
-from shardc.capture.capture_errors import line_of
+from shardc.capture.capture_errors import error_at, line_of
 from shardc.capture.reachable_state import ReachableState
 from shardc.capture.side_effects import (
     NOT_CHANGED,
@@ -59,25 +60,47 @@ _OF_INPUTS: dict[object, str] = {
     **dict.fromkeys((_GRAD.__get__, _GRAD.__set__), "the gradient of a parameter or an input"),
     **dict.fromkeys(_HOOKS, "a hook of a parameter or an input"),
 }
+# Message about a draw of random numbers -> the state of their generator, in comparable form.
+_GENERATORS: dict[str, Callable[[], object]] = {
+    "a random number of Python's": random.getstate,
+    "numpy.random": lambda: pickle.dumps(np.random.get_state(legacy=False)["state"]),
+    "a state, that of torch's generator,": lambda: torch.get_rng_state().tolist(),
+}
 
 
 class Run:
-    """Runs a root module on fake tensors. After each run, all Python state that the run changed is restored.
+    """Traces a root module by running it on fake tensors. After each run, all Python state that the run changed is
+    restored.
 
     Args:
         root: the root module: a call returns outputs marked by `mark`; ``root.run(tensors)`` returns them unmarked.
         template: the user's model, of which ``root.model`` is a copy.
         loss: the loss.
-        inputs: (name, whether it requires a gradient) of each tensor input.
+        fakes: the fake tensor of each tensor input, in ``mode``.
+        joint_of: traces a module by AOTAutograd.
+
+    Attributes:
+        joint: AOTAutograd's joint graph of the root module, with descriptors.
+        memories: the `Memory` of each output.
+        owners: storage id -> name of the tensor that owns the storage.
+        warnings: warnings about side effects of forward.
     """
 
-    def __init__(self, root: Any, template: nn.Module, loss: object, inputs: Sequence[tuple[str, bool]]) -> None:
-        self.root, self.inputs = root, inputs
+    def __init__(
+        self, root: Any, template: nn.Module, loss: object, fakes: dict[str, Tensor], mode: FakeTensorMode,
+        joint_of: Callable[[nn.Module], Any],
+    ) -> None:  # fmt: skip
+        self.root, self.mode, self._fakes = root, mode, fakes
+        self._needed = [x.requires_grad for x in fakes.values()]
         self.codes: dict[CodeType, None] = {}
-        self._template, self._loss = template, loss
         self._state, self._reads = ReachableState(root.model, loss), ReachableState(template, loss)
         self._modules: list[str] = []
         self._regions = count()
+        with self._recording_origins():
+            self.memories, self.owners, self.warnings = self._observe()
+            vars(root)["forward"] = self
+            self.joint = joint_of(root)
+        self._refuse_foreign(self.joint.graph_module)
 
     def __call__(self, *tensors: Tensor) -> PyTree:
         """Run the root module and return its marked outputs. AOTAutograd calls this as the root module's forward."""
@@ -92,7 +115,7 @@ class Run:
             refused: tensors, by id, to which the model may not do what `_Lines` refuses.
         """
         # ``requires_grad_()`` of an input is of a tensor of the run's own: the gradient is not one of the step.
-        inputs = [x if needed else x.detach() for x, (_, needed) in zip(tensors, self.inputs, strict=True)]
+        inputs = [x if needed else x.detach() for x, needed in zip(tensors, self._needed, strict=True)]
         try:
             with _Lines(refused):
                 return run(*inputs)
@@ -102,27 +125,23 @@ class Run:
                 fx_traceback.current_meta.pop(key, None)
 
     @contextmanager
-    def recording_origins(self) -> Iterator[None]:
+    def _recording_origins(self) -> Iterator[None]:
         """Context manager in which each traced op gets the module, user line and checkpoint region that it comes from,
         in its node's meta.
         """
-        handles, before = [], dict(fx_traceback.current_meta)
-        for path, module in self.root.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, path), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with (
-                patch.object(checkpoint, "_checkpoint_without_reentrant_generator", self._region),
-                patch.object(CheckpointFunction, "apply", self._reentrant),
-                # Code that asks whether it is compiled gets the answer of Dynamo's trace.
-                patch.object(torch.compiler, "_is_compiling_flag", True),
-            ):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            fx_traceback.current_meta.clear()  # a backward that runs modules again notes them behind the forward
-            fx_traceback.current_meta.update(before)
+        with (
+            ExitStack() as stack,
+            # In a dict of its own, as a backward that runs modules again leaves notes after the forward.
+            patch.object(fx_traceback, "current_meta", dict(fx_traceback.current_meta)),
+            patch.object(checkpoint, "_checkpoint_without_reentrant_generator", self._region),
+            patch.object(CheckpointFunction, "apply", self._reentrant),
+            # Code that asks whether it is compiled gets the answer of Dynamo's trace.
+            patch.object(torch.compiler, "_is_compiling_flag", True),
+        ):
+            for path, module in self.root.named_modules():
+                stack.enter_context(module.register_forward_pre_hook(partial(self._enter, path), prepend=True))
+                stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            yield
 
     def _enter(self, path: str, module: nn.Module, _: object) -> None:
         """Forward pre-hook that notes that the module at ``path`` runs, so that the ops that follow belong to it."""
@@ -161,9 +180,7 @@ class Run:
                 raise Unsupported("a reentrant checkpoint of inputs without gradients")
         return out
 
-    def observe(
-        self, fakes: Sequence[Tensor], mode: FakeTensorMode
-    ) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
+    def _observe(self) -> tuple[tuple[Memory, ...], dict[int, str], list[ShardcWarning]]:
         """Runs the model once. Returns (the `Memory` of each output, storage id -> name of the tensor that owns the
         storage, warnings about side effects).
 
@@ -172,7 +189,7 @@ class Run:
         """
         model = self.root.model
         named = {model_name(name): x for name, x in (*self.root.named_parameters(), *self.root.named_buffers())}
-        named |= {name: x for (name, _), x in zip(self.inputs, fakes, strict=True)}
+        named |= self._fakes
         owners = {x.untyped_storage()._cdata: name for name, x in reversed(named.items())}
         needed = {name: x.requires_grad for name, x in named.items()}
         changed: list[tuple[str, str, object]] = []
@@ -182,27 +199,23 @@ class Run:
             changed.extend(self._state.changes())
             return out
 
-        # Any draw of a random number shows in the state of its generator.
-        python_generators = random.getstate(), np.random.get_state(legacy=False)["state"]
-        before_run, torch_generator = sys.getprofile(), torch.get_rng_state()
-        with restored(model) as before, mode:
+        generators = {message: state() for message, state in _GENERATORS.items()}
+        before_run = sys.getprofile()
+        with restored(model) as before, self.mode:
             sys.setprofile(self._profile)
             try:
-                out = self._run(run, fakes, {id(x): x for x in named.values()})
+                out = self._run(run, list(self._fakes.values()), {id(x): x for x in named.values()})
             finally:
                 sys.setprofile(before_run)
             buffer_changes = replaced_buffers(before, self._line_of)
-        if python_generators[0] != random.getstate():
-            raise Unsupported("a random number of Python's")
-        if not _same_numbers(python_generators[1], np.random.get_state(legacy=False)["state"]):
-            raise Unsupported("numpy.random")
-        if not torch.equal(torch_generator, torch.get_rng_state()):
-            raise Unsupported("a state, that of torch's generator,")
+        for message, state in _GENERATORS.items():
+            if state() != generators[message]:  # any draw of a random number changes it
+                raise Unsupported(message)
         self._refuse_acts(named, needed)
         memories = tuple(_memory(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
         return memories, owners, [*self._changes(changed, buffer_changes), *prints(self.codes)]
 
-    def reads(self) -> Reads:
+    def reads(self, _: object) -> Reads:
         """Return the `Reads`: guards on all Python values that the code that ran is known to read."""
         guards = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
         traced = {code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in self.codes}
@@ -283,18 +296,18 @@ class Run:
                         return f"{code.co_filename}:{max(first, 1) + at}"
         return None
 
-    def refuse_foreign(self, gm: fx.GraphModule) -> None:
+    def _refuse_foreign(self, gm: fx.GraphModule) -> None:
         """Raises CaptureError if the traced graph reads a tensor that needs a gradient and is no parameter of the
         model.
         """
         for node in gm.graph.find_nodes(op="get_attr"):
             x = attrgetter(str(node.target))(gm)
             if isinstance(x, Tensor) and x.requires_grad:
-                raise CaptureError(
+                raise error_at(
+                    next(filter(None, map(line_of, node.users)), ""),
                     f"forward reads a tensor of shape {list(x.shape)} that needs a gradient and is no parameter of the "
                     "compiled model",
-                    source=next(filter(None, map(line_of, node.users)), calling_line()),
-                    fix="reach it through self: register its module as an attribute",
+                    "reach it through self: register its module as an attribute",
                 )
 
 
@@ -362,8 +375,3 @@ def _memory(x: Tensor) -> Memory:
         "AsStrided" in kind,
         isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction) and x._is_view(),
     )
-
-
-def _same_numbers(some: Any, others: Any) -> bool:
-    """Return whether two states of NumPy's random generator are equal."""
-    return all(np.array_equal(some[key], others[key]) for key in some)

@@ -2,8 +2,7 @@
 
 Dynamo traces the module without graph breaks and AOTAutograd differentiates it, under fake tensors: no tensor is
 materialised, and the model may be on ``meta``. The graph's placeholders are parameters, buffers and inputs by name,
-then one tangent for each output that requires a gradient. `CaptureOnce` caches captures, so that several plans and
-meshes share one.
+then one tangent for each output that requires a gradient.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ from shardc.capture.side_effects import (
     side_effects,
 )
 from shardc.capture.written_out import write_out
-from shardc.errors import InputError, ShardcError, ShardcWarning
-from shardc.ir import graph as ir
+from shardc.errors import CaptureError, InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
-from shardc.ir.guards import GRAD_MODE, Constant, Read, Reads, Values
+from shardc.ir.guards import GRAD_MODE, Constant, Read, Reads
 from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.returned import Memory, Returned, returned
@@ -84,64 +82,8 @@ def as_module(function: Callable[..., PyTree]) -> nn.Module:
     return cls()
 
 
-class CaptureOnce:
-    """Callable like `capture` that caches what it captures, for one model and loss. An equal call returns a copy of the
-    cached graph.
-
-    Calls are equal if they have equal arguments up to the values of tensors, states of torch (autocast, default dtype),
-    tags and dtypes, and if the attributes and globals that the capture read have equal values.
-
-    Attributes:
-        count: number of captures.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._cache: dict[Hashable, list[tuple[Values, Captured]]] = {}
-
-    def __call__(
-        self,
-        model: nn.Module,
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        *,
-        device: torch.device,
-        loss: Loss | None = None,
-        tags: Sequence[Tag] = (),
-        dtypes: Dtypes,
-        lengths: Collection[int] = (),
-    ) -> Captured:
-        """Return the captured model. After an equal call it comes from the cache; arguments are those of `capture`."""
-        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        inputs = [_metadata(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
-        modes = tuple(module.training for module in model.modules())
-        key = (
-            tuple((name, *_metadata(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
-            tuple(tags), dtypes, frozenset(lengths),
-        )  # fmt: skip
-        # Several may have the key: what they read is known only after the capture.
-        for values, cached in self._cache.get(key, ()):
-            if cached.reads.values(model, loss) == values:
-                return replace(cached, graph=_copied(cached.graph))
-        self.count += 1
-        captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes, lengths=lengths)
-        copy = replace(captured, graph=_copied(captured.graph))
-        self._cache.setdefault(key, []).append((captured.reads.values(model, loss), copy))
-        return captured
-
-
-def _metadata(x: Tensor) -> tuple[object, ...]:
-    """Return what a capture depends on of the tensor ``x``: its shape, stride, dtype and ``requires_grad``."""
-    return x.shape, x.stride(), x.dtype, x.requires_grad
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of ``gm``. Its nodes have meta dicts of their own, which share the fake values."""
-    return fx.GraphModule(gm, ir.copied(gm.graph))
-
-
 Loss = Callable[..., PyTree]
+Retrace = Callable[..., "Reads | None"]  # (constants, with_gradients=True) -> the reads, None for another graph
 
 
 @dataclass(frozen=True)
@@ -333,6 +275,7 @@ def trace(
         fake: (name, example) -> fake tensor of an input, in ``mode``.
         retraces: trace a second time, with constants that forward sets and without gradients, to allow more calls.
     """
+    again = partial(trace, model, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths)
     template = model
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
@@ -345,125 +288,173 @@ def trace(
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
     first_names = _first_names(root) | places  # before the trace: torch leaves other tensors in modules of two names
+    failed = partial(capture_error, model, loss=loss, inputs=named, uncast=uncast)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        stack.enter_context(dtypes.cast(model))  # before the tags: the layout of a plan is that of the cast tensor
-        stack.enter_context(tagged(root, tags))
-        stack.enter_context(torch._dynamo.config.patch(_settings()))
-        stack.enter_context(dynamo_captures())
-        stack.enter_context(traceable_layers(root))
-        stack.enter_context(traceable_functions())
-        stack.enter_context(without_raising())
-        stack.enter_context(eager_dropout())
-        stack.enter_context(without_random_numbers())
+        for context in _contexts(root, tags, dtypes):
+            stack.enter_context(context)
         with mode:
             fakes = [fake(name, x) for name, x in named]
-        # Backward runs outside of the autocast that forward runs in, as torch advises.
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-        # The functions of Triton ops compute grids from shapes: they run on a rank, at its own.
-        stack.enter_context(torch._functorch.config.patch(decompose_custom_triton_ops=False))
-
-        def joint_of(module: nn.Module) -> Any:
-            with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none
-                return aot_autograd.aot_export_joint_with_descriptors(
-                    stack, module, tuple(fakes), {}, decompositions=decompositions()
-                )
-
-        failed = partial(capture_error, model, loss=loss, inputs=named, uncast=uncast)
-        fallback = None  # runs forward on fake tensors instead, if Dynamo cannot trace it
+        joint_of = partial(_joint_graph, stack, mode, fakes)
+        traced: _ByDynamo | Run
+        refused: CaptureError | None = None
         try:
-            with recorded() as traces, changes_recorded() as state_changes, recorded_states() as states:
-                traced = dynamo_graph_capture_for_export(root)(*fakes)
-            graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
-            memories, owners = memories_of(traced, root, places, fakes, inputs)
-            write_out(traced, lengths)
-            pad_at_the_begin(traced)
-            undo = scan_loops(traced, lengths, decompositions())
-            try:
-                joint = joint_of(traced)
-            except Exception:  # from the gradient of a scan, which refuses some steps
-                if undo is None:
-                    raise
-                undo()
-                joint = joint_of(traced)
-            dynamo = traced.meta["fake_mode"]
+            traced = _ByDynamo(root, loss, fakes, inputs, places, lengths, joint_of)
         except ShardcError:
             raise
         except Exception as error:  # from Dynamo, torch's fake kernels or the model
             if not may_run(error):
                 raise failed(error) from error
             refused = failed(error)
-            fallback = Run(root, template, loss, [(name, x.requires_grad) for name, x in named])
-        if fallback is not None:
+        if refused is not None:
             with mode:
-                fallback_inputs = [fake(name, x) for name, x in named]
+                fakes = [fake(name, x) for name, x in named]
             try:
-                with fallback.recording_origins():
-                    memories, owners, changes = fallback.observe(fallback_inputs, mode)
-                    vars(root)["forward"] = fallback
-                    joint, dynamo = joint_of(root), mode
+                traced = Run(root, template, loss, dict(zip(inputs, fakes, strict=True)), mode, joint_of)
             except ShardcError:
                 raise
             except Exception as error:
                 # An error without an explanation says less than the reason for which Dynamo refused the model.
                 raise (failed(error) if is_explained(error) else refused) from error
-            fallback.refuse_foreign(joint.graph_module)
-            changes.insert(0, warn_of_unseen_reads(template, refused))
+            traced.warnings.insert(0, warn_of_unseen_reads(template, refused))
         else:
-            with mode:
-                changes = side_effects(
-                    [str(warning.message) for warning in caught], model, lambda: root(*fakes), state_changes
-                )
-                changes += changed_arguments(model, *root.arguments(fakes)[:2])
-            changes += prints(traced_code(traces[-1].graph_capture_output))
+            traced.check_side_effects([str(warning.message) for warning in caught], mode)
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
-        changes += {str(warning): warning for warning in of_trace}.values()
-
-    def retrace(constants: dict[str, Constant], grad: bool = torch.is_grad_enabled()) -> Reads | None:
-        """Traces again with these constants. Returns the reads; None if the graph differs or cannot be traced."""
-        with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first trace has issued these warnings
-            try:
-                # A trace in the other grad mode may have to check constants, too; one of constants is the last.
-                other = trace(
-                    template, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths, retraces=grad != with_grad
-                )
-            except ShardcError:
-                return None
-        # Traces in different grad modes are compared by their forwards.
-        numbers: dict[Hashable, int] = {}
-        first, second = (value_numbers(gm, numbers, grad == with_grad) for gm in (other.graph, joint.graph_module))
-        return other.reads if first == second else None
-
-    with_grad = torch.is_grad_enabled()
-    if fallback is not None:
-        reads = fallback.reads()
-    else:
-        reads = reads_of(traces[-1], model, loss, states, graph_inputs)
-        codes = traced_code(traces[-1].graph_capture_output)
-        state_changes = expressed(traces[-1], state_changes, reads)
-        reads = changed_reads(state_changes, reads, model, loss, codes, retrace if retraces else lambda _: None)
-        if retraces and with_grad and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
-            both = reads.joined(other)  # the graph is the same without gradients: one program is enough
-            if both is not None:
-                reads = replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
-    for warning in changes:
+    graph = traced.joint.graph_module
+    reads = traced.reads(partial(_retraced, again, template, graph) if retraces else None)
+    for warning in (*traced.warnings, *{str(warning): warning for warning in of_trace}.values()):
         warnings.warn(warning, stacklevel=2)
     return Traced(
-        graph=joint.graph_module,
+        graph=graph,
         inputs=inputs,
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
-        output_spec=joint.out_spec,
+        output_spec=traced.joint.out_spec,
         fake_mode=mode,
         reads=reads,
         returned=(),
         names=first_names,
         stored=stored,
-        dynamo=dynamo,
+        dynamo=traced.mode,
         uncast=uncast,
-        memories=memories,
-        owners=owners,
+        memories=traced.memories,
+        owners=traced.owners,
     )
+
+
+def _contexts(root: _Root, tags: Sequence[Tag], dtypes: Dtypes) -> Sequence[contextlib.AbstractContextManager[object]]:
+    """Return the context managers in which ``root`` is traced, in the order in which to enter them."""
+    return (
+        dtypes.cast(root.model),  # before the tags: the layout of a plan is that of the cast tensor
+        tagged(root, tags),
+        torch._dynamo.config.patch(_settings()),
+        dynamo_captures(),
+        traceable_layers(root),
+        traceable_functions(),
+        without_raising(),
+        eager_dropout(),
+        without_random_numbers(),
+        # Backward runs outside of the autocast that forward runs in, as torch advises.
+        torch._functorch.config.patch(backward_pass_autocast="off"),
+        # The functions of Triton ops compute grids from shapes: they run on a rank, at its own.
+        torch._functorch.config.patch(decompose_custom_triton_ops=False),
+    )
+
+
+def _joint_graph(stack: contextlib.ExitStack, mode: FakeTensorMode, fakes: Sequence[Tensor], module: nn.Module) -> Any:
+    """Trace ``module``, a function of ``fakes``, by AOTAutograd; return its joint graph with descriptors. AOTAutograd
+    enters contexts on ``stack``.
+    """
+    with mode:  # AOTAutograd looks for a fake mode among the tensors, of which there may be none
+        return aot_autograd.aot_export_joint_with_descriptors(
+            stack, module, tuple(fakes), {}, decompositions=decompositions()
+        )
+
+
+class _ByDynamo:
+    """A root module as Dynamo and AOTAutograd trace it.
+
+    Attributes:
+        joint: AOTAutograd's joint graph, with descriptors.
+        mode: the fake mode in which Dynamo ran the model.
+        memories, owners: the result of `memories_of`.
+        warnings: warnings about side effects of forward.
+    """
+
+    def __init__(
+        self, root: _Root, loss: Loss | None, fakes: Sequence[Tensor], inputs: Sequence[str], places: dict[str, str],
+        lengths: Collection[int], joint_of: Callable[[nn.Module], Any],
+    ) -> None:  # fmt: skip
+        self._root, self._loss, self._fakes = root, loss, fakes
+        with recorded() as outputs, changes_recorded() as self._changes, recorded_states() as self._states:
+            traced = dynamo_graph_capture_for_export(root)(*fakes)
+        self._output = outputs[-1]
+        self._codes = traced_code(self._output.graph_capture_output)
+        self._graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
+        self.memories, self.owners = memories_of(traced, root, places, fakes, inputs)
+        self.warnings: list[ShardcWarning] = []
+        write_out(traced, lengths)
+        pad_at_the_begin(traced)
+        undo = scan_loops(traced, lengths, decompositions())
+        try:
+            self.joint = joint_of(traced)
+        except Exception:  # from the gradient of a scan, which refuses some steps
+            if undo is None:
+                raise
+            undo()
+            self.joint = joint_of(traced)
+        self.mode: FakeTensorMode = traced.meta["fake_mode"]
+
+    def check_side_effects(self, messages: Sequence[str], mode: FakeTensorMode) -> None:
+        """Fills `warnings`, from Dynamo's warnings ``messages`` and runs of the model on fake tensors of ``mode``.
+        CaptureError if forward replaces a buffer.
+        """
+        model = self._root.model
+        with mode:
+            self.warnings += side_effects(messages, model, lambda: self._root(*self._fakes), self._changes)
+            self.warnings += changed_arguments(model, *self._root.arguments(self._fakes)[:2])
+        self.warnings += prints(self._codes)
+
+    def reads(self, retrace: Retrace | None) -> Reads:
+        """Return the `Reads` of the trace. To allow more calls, ``retrace`` traces again: with constants that forward
+        sets, and without gradients; None leaves that out.
+        """
+        model, loss = self._root.model, self._loss
+        reads = reads_of(self._output, model, loss, self._states, self._graph_inputs)
+        changes = expressed(self._output, self._changes, reads)
+        reads = changed_reads(changes, reads, model, loss, self._codes, retrace or (lambda _: None))
+        if retrace is None or not torch.is_grad_enabled() or not reads.grad_mode:
+            return reads
+        without_grad = retrace({}, False)
+        both = None if without_grad is None else reads.joined(without_grad)
+        if both is None:
+            return reads
+        # The graph is the same without gradients: one program is enough.
+        return replace(both, entries=tuple(read for read in both.entries if read != Read(GRAD_MODE)))
+
+
+def _retraced(
+    again: Callable[..., Traced], template: nn.Module, graph: fx.GraphModule, constants: dict[str, Constant],
+    with_gradients: bool = True,
+) -> Reads | None:  # fmt: skip
+    """Trace ``template`` a second time, by ``again``, with ``constants`` set in it. Return the reads; None if it cannot
+    be traced or gives another graph than ``graph``.
+
+    Args:
+        with_gradients: False to trace in the grad mode that records none, if the first trace was in the other.
+    """
+    grad = torch.is_grad_enabled()
+    same_mode = with_gradients or not grad
+    with assigned(template, constants), torch.set_grad_enabled(grad and with_gradients), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first trace has issued these warnings
+        try:
+            # A trace in the other grad mode may have to check constants, too; one of constants is the last.
+            other = again(retraces=not same_mode)
+        except ShardcError:
+            return None
+    # Traces in different grad modes are compared by their forwards.
+    numbers: dict[Hashable, int] = {}
+    first, second = (value_numbers(gm, numbers, same_mode) for gm in (other.graph, graph))
+    return other.reads if first == second else None
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:
