@@ -67,9 +67,12 @@ class _Lookup:
 
     Attributes:
         plain: whether every index is a tensor of integers.
-        by_place: for each index, whether it is an ``arange`` along a dim of the result.
-        along: whether another index varies along such a dim too: it selects another entry in each row, as ``gather``
-            does.
+        shape: of the indices, broadcast against each other.
+        along: whether another index varies along a dim of an ``arange`` too: it selects another entry in each row, as
+            ``gather`` does.
+        ordered, others, tail: the table's dims that are read in order, those with another index, those without one.
+        places: for each dim in ``ordered``, the dim of the broadcast indices along which it is read.
+        rest: the other dims of the broadcast indices.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
@@ -77,6 +80,7 @@ class _Lookup:
         scatters = node.target is SCATTER
         self.table = tuple(map(int, node.args[0])) if scatters else tuple(node.args[0].meta["val"].shape)
         nodes: Sequence[Any] = node.args[1]
+        self.ordered: list[int] = []
         self.plain = bool(nodes) and all(
             isinstance(x, fx.Node) and x.meta["val"].dtype not in (torch.bool, torch.uint8) for x in nodes
         )
@@ -86,33 +90,35 @@ class _Lookup:
         self.indices = [self._index(x, size) for x, size in zip(nodes, self.table, strict=False)]
         all_places = [x.place for x in self.indices]
         # Of several indices along one dim of the result, only the first reads its dim in order.
-        self.by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
-        others = [x for x, by_place in zip(self.indices, self.by_place, strict=True) if not by_place]
+        by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
+        others = [x for x, in_order in zip(self.indices, by_place, strict=True) if not in_order]
         self.along = any(x.dims.intersection(all_places) for x in others)
         if self.along and len(others) > 1:
             # Dims that other indices vary over are then no dims of the table.
-            self.by_place = [
-                by_place and not any(x.place in other.dims for other in self.indices if other is not x)
-                for x, by_place in zip(self.indices, self.by_place, strict=True)
+            by_place = [
+                in_order and not any(x.place in other.dims for other in self.indices if other is not x)
+                for x, in_order in zip(self.indices, by_place, strict=True)
             ]
             self.along = False
+        by_dim = {dim: x.place for dim, x in enumerate(self.indices) if x.place is not None and by_place[dim]}
+        self.ordered = sorted(by_dim, key=by_dim.__getitem__)
+        self.places = [by_dim[dim] for dim in self.ordered]
+        self.others = [dim for dim in range(len(self.indices)) if dim not in by_dim]
+        self.tail = list(range(len(self.indices), len(self.table)))
+        self.rest = [dim for dim in range(len(self.shape)) if dim not in self.places]
 
     def insert_read(self) -> fx.Node | None:
         """Inserts ops that replace the lookup; returns the node of the result. None, and no ops, if no dim of the table
         is read in order, or if an index is missing or is a mask.
         """
-        if not self.plain or not any(self.by_place):
+        if not self.ordered:
             return None
-        # The table's dims that are read in order come first, then those with another index, then those without one.
-        ordered, others, tail = self._parts()
-        x = self._call(aten.permute.default, self.node.args[0], [*ordered, *others, *tail])
-        rest = self._rest()
+        x = self._call(aten.permute.default, self.node.args[0], [*self.ordered, *self.others, *self.tail])
         if self.along:
-            x = self._call(aten.gather.default, x, len(ordered), self._entries(ordered, others[0], rest, tail))
-            return self._in_order(x, ordered, rest, tail)
-        if others:
-            x = self._call(aten.index.Tensor, x, [*[None] * len(ordered), *self._squeezed(others, rest)])
-        return self._call(aten.expand.default, self._to_result_dims(x, ordered, rest), self.node.meta["val"].shape)
+            return self._in_order(self._call(aten.gather.default, x, len(self.ordered), self._entries()))
+        if self.others:
+            x = self._call(aten.index.Tensor, x, [*[None] * len(self.ordered), *self._squeezed(self.rest)])
+        return self._call(aten.expand.default, self._to_result_dims(x), self.node.meta["val"].shape)
 
     def insert_write(self) -> fx.Node | None:
         """Inserts ops that replace this write to a table; returns the node of the table after the write. None, and no
@@ -121,8 +127,8 @@ class _Lookup:
         scatters = self.node.target is SCATTER
         values: Any = self.node.args[2]
         table, adds = (None, True) if scatters else (self.node.args[0], self.node.args[3:4] == (True,))
-        whole = (*self.shape, *self.table[len(self.indices) :]) if self.plain else None
-        if whole is None or not any(self.by_place) or (scatters and values.meta["val"].shape != whole):
+        whole = (*self.shape, *self.table[len(self.indices) :]) if self.ordered else None
+        if whole is None or (scatters and values.meta["val"].shape != whole):
             # The op of flex_attention's gradients is replaced in any case.
             return self._scatter(self.table, self.node.args[1], values) if scatters else None
         varies = frozenset().union(*(x.dims for x in self.indices))
@@ -130,101 +136,78 @@ class _Lookup:
         if fixed and not adds:
             return None  # several values are written to one entry, and the last one stays
         values = self._call(aten.expand.default, values, whole)
-        ordered, others, tail = self._parts()
-        places, rest = [self.indices[dim].place for dim in ordered], self._rest()
-        order = [*ordered, *others, *tail]
+        order = [*self.ordered, *self.others, *self.tail]
         if table is not None and (table.target is not aten.full.default or table.args[1] != 0 or not adds):
             table = self._call(aten.permute.default, table, order)
         else:
             table = None  # zeros
         sizes = [self.table[dim] for dim in order]
         if self.along:
-            dims = [*places, *rest, *range(len(self.shape), len(whole))]
+            dims = [*self.places, *self.rest, *range(len(self.shape), len(whole))]
             values = self._call(aten.permute.default, values, dims)
-            index = self._entries(ordered, others[0], rest, tail)
-            values = self._call(aten.view.default, values, index.meta["val"].shape) if len(rest) != 1 else values
+            index = self._entries()
+            values = self._call(aten.view.default, values, index.meta["val"].shape) if len(self.rest) != 1 else values
             table = self._zeros(sizes, values) if table is None else table
             target = aten.scatter_add.default if adds else aten.scatter.src
-            values = self._call(target, table, len(ordered), index, values)
+            values = self._call(target, table, len(self.ordered), index, values)
             return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
         # Along dims that no index varies over, all values are added to the same entries.
         if fixed:
             values = self._call(aten.sum.dim_IntList, values, fixed, True)
-        dims = [*places, *(dim for dim in rest if dim not in fixed), *range(len(self.shape), values.meta["val"].ndim)]
+        rest = [dim for dim in self.rest if dim not in fixed]
+        dims = [*self.places, *rest, *range(len(self.shape), values.meta["val"].ndim)]
         values = self._call(aten.squeeze.dims, values, fixed) if fixed else values
         left = [dim for dim in range(len(whole)) if dim not in fixed]
         values = self._call(aten.permute.default, values, [left.index(dim) for dim in dims])
-        if others:
-            squeezed = self._squeezed(others, [dim for dim in rest if dim not in fixed])
-            indices = [*[None] * len(ordered), *squeezed]
+        if self.others:
+            indices = [*[None] * len(self.ordered), *self._squeezed(rest)]
             table = self._zeros(sizes, values) if table is None else table
             values = self._call(aten.index_put.default, table, indices, values, adds)
         elif table is not None and adds:
             values = self._call(aten.add.Tensor, table, values)
         return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
 
-    def _parts(self) -> tuple[list[int], list[int], list[int]]:
-        """Return three lists of the table's dims: those read in order, those with another index, and those without an
-        index.
+    def _entries(self) -> fx.Node:
+        """Insert ops that compute the index of a ``gather`` along the table's only dim in ``others``; return the last
+        node. The index has the dims that are read in order, then ``rest`` as one dim, then ``tail``.
         """
-        indexed = range(len(self.indices))
-        ordered = sorted((dim for dim in indexed if self.by_place[dim]), key=lambda dim: self.indices[dim].place or 0)
-        others = [dim for dim in indexed if not self.by_place[dim]]
-        return ordered, others, list(range(len(self.indices), len(self.table)))
-
-    def _rest(self) -> list[int]:
-        """Return the other dims of the broadcast indices: those along which no dim of the table is read in order."""
-        places = {x.place for x, by_place in zip(self.indices, self.by_place, strict=True) if by_place}
-        return [dim for dim in range(len(self.shape)) if dim not in places]
-
-    def _entries(self, ordered: Sequence[int], other: int, rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
-        """Insert ops that compute the index of a ``gather`` along the table's dim ``other``; return the last node. The
-        index has the dims that are read in order (``ordered``), then ``rest`` (other dims of the broadcast indices) as
-        one dim, then ``tail``, the dims without an index.
-        """
+        (other,) = self.others
         index, size = self.indices[other].node, self.table[other]
         if index.meta["val"].dtype != torch.int64:
             index = self._call(aten._to_copy.default, index, dtype=torch.int64)
         from_end = self._call(aten.lt.Scalar, index, 0)  # `gather` takes no negative index
         index = self._call(aten.where.self, from_end, self._call(aten.add.Tensor, index, size), index)
         index = self._call(aten.expand.default, index, self.shape)
-        index = self._call(aten.permute.default, index, [*(self.indices[dim].place for dim in ordered), *rest])
-        sizes = index.meta["val"].shape[: len(ordered)]
-        if len(rest) != 1:
-            index = self._call(aten.reshape.default, index, [*sizes, math.prod(self.shape[dim] for dim in rest)])
-        for _ in tail:
+        index = self._call(aten.permute.default, index, [*self.places, *self.rest])
+        sizes = [*index.meta["val"].shape[: len(self.ordered)], math.prod(self.shape[dim] for dim in self.rest)]
+        if len(self.rest) != 1:
+            index = self._call(aten.reshape.default, index, sizes)
+        for _ in self.tail:
             index = self._call(aten.unsqueeze.default, index, index.meta["val"].ndim)
-        return self._call(
-            aten.expand.default,
-            index,
-            [*index.meta["val"].shape[: len(ordered) + 1], *(self.table[dim] for dim in tail)],
-        )
+        return self._call(aten.expand.default, index, [*sizes, *(self.table[dim] for dim in self.tail)])
 
-    def _in_order(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int], tail: Sequence[int]) -> fx.Node:
+    def _in_order(self, x: fx.Node) -> fx.Node:
         """Insert ops that bring ``x``, the result of a ``gather`` by `_entries`, to the dims of the lookup's result;
-        return the last node. ``ordered`` are the table's dims that are read in order, ``rest`` the other dims of the
-        broadcast indices, ``tail`` the table's dims without an index.
+        return the last node.
 
         Args:
-            x: its dims are those of the ranges, then ``rest`` as one dim, then the tail.
+            x: its dims are those that are read in order, then ``rest`` as one dim, then ``tail``.
         """
-        if len(rest) != 1:
-            sizes, after = x.meta["val"].shape[: len(ordered)], x.meta["val"].shape[len(ordered) + 1 :]
-            x = self._call(aten.view.default, x, [*sizes, *(self.shape[dim] for dim in rest), *after])
-        order: list[Any] = [*(self.indices[dim].place for dim in ordered), *rest]
-        dims = [*(order.index(dim) for dim in range(len(order))), *range(len(order), len(order) + len(tail))]
+        if len(self.rest) != 1:
+            sizes, after = x.meta["val"].shape[: len(self.ordered)], x.meta["val"].shape[len(self.ordered) + 1 :]
+            x = self._call(aten.view.default, x, [*sizes, *(self.shape[dim] for dim in self.rest), *after])
+        order = [*self.places, *self.rest]
+        dims = [*(order.index(dim) for dim in range(len(order))), *range(len(order), len(order) + len(self.tail))]
         return self._call(aten.permute.default, x, dims)
 
-    def _to_result_dims(self, x: fx.Node, ordered: Sequence[int], rest: Sequence[int]) -> fx.Node:
+    def _to_result_dims(self, x: fx.Node) -> fx.Node:
         """Insert ops that bring ``x`` to the dims of the lookup's result; return the last node. Dims over which ``x``
-        does not vary have size 1. ``ordered`` are the table's dims that are read in order, ``rest`` the other dims of
-        the broadcast indices.
+        does not vary have size 1.
 
         Args:
-            x: its dims are those of the ranges, then ``rest`` if there are other indices, then the tail.
+            x: its dims are those that are read in order, then ``rest`` if there are other indices, then ``tail``.
         """
-        places: list[int] = [self.indices[dim].place or 0 for dim in ordered]
-        have = [*places, *(rest if len(ordered) < len(self.indices) else ())]
+        have = [*self.places, *(self.rest if self.others else ())]
         order = sorted(range(len(have)), key=have.__getitem__)
         tail = range(len(have), x.meta["val"].ndim)
         x = self._call(aten.permute.default, x, [*order, *tail])
@@ -233,12 +216,12 @@ class _Lookup:
                 x = self._call(aten.unsqueeze.default, x, dim)
         return x
 
-    def _squeezed(self, others: Sequence[int], rest: Sequence[int]) -> list[fx.Node]:
+    def _squeezed(self, rest: Sequence[int]) -> list[fx.Node]:
         """Insert ops that reduce the index tensors of the table's dims ``others`` to the dims ``rest`` of the broadcast
         indices; they do not vary over the other dims. Return the nodes of the reduced index tensors.
         """
         out = []
-        for dim in others:
+        for dim in self.others:
             x = self.indices[dim].node
             missing = len(self.shape) - x.meta["val"].ndim
             for at in reversed(range(missing, len(self.shape))):
