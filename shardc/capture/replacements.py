@@ -427,9 +427,9 @@ def chunked_cross_entropies(
     ignore_index: int, rows: int, *_: object,
 ) -> Tensor:  # fmt: skip
     """Computes `chunked_cross_entropy` without reduction: returns one loss for each row of ``input``."""
-    with annotate({CHUNK_ROWS: rows}):
-        logits = F.linear(input, linear_weight, linear_bias)
-    return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, reduction="none")
+    return chunked_cross_entropy(
+        input, linear_weight, target, linear_bias, weight, "none", ignore_index, 0.0, rows
+    )[0]  # fmt: skip
 
 
 def gaussian_nll_loss(
