@@ -185,48 +185,40 @@ def reads_of(
     output = trace.graph_capture_output.output_graph
     imported = dict(trace.graph_capture_output.import_sources)
     scopes: dict[str, Any] = {}
+    lookup = Lookup(model, loss, scopes)
     reads = {Read("model", "hooks"), *states}
     tensor_ids = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
     modules = set(model.modules())
-    for guard in output.guards:
-        create = guard.create_fn
-        kind, keywords = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
-        lookup = Lookup(model, loss, scopes)
-        source = guard.originating_source
-        guarded = source.name if isinstance(source.name, str) else source.name()
-        text = _expression(guarded, imported, output.global_scope, scopes)
-        # Not of the model, the loss or a global; or checked by other means; or read by the tracer itself.
-        if text is None or kind in _CHECKED_ELSEWHERE or _TRACING_MODULES.search(text):
-            continue
-        what, key = _CHECKED_PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))
-        if what == "has" and isinstance(key, bytes):  # the presence of an environment variable
-            reads.add(Read(f"{text}[{key!r}]"))
-            continue
-        # A key that is no literal cannot be named in a guard: all keys are compared.
-        read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
-        if read.key == _COMPILED_CALL or (read.what != "value" and _STATE_TABLE.search(text)):
-            continue
+
+    def varies(text: str, guard: Guard) -> bool:
+        """Return whether what ``text`` names may differ from call to call. CaptureError if it is a refused tensor."""
         path = parse(text)
         try:
             value = lookup(path)
             # The modes of modules are part of the key of each call.
             if path[0] == "attribute" and path[2] == "training" and lookup(path[1]) in modules:
-                continue
+                return False
         except (AttributeError, KeyError, IndexError, TypeError):
-            continue  # such as objects that the trace itself put there
-        if isinstance(value, Tensor):
-            if id(value) in tensor_ids:
-                continue
-            if value.requires_grad:
-                # Not taken by the graph: `torch.func.functional_call` reads the tensors that it replaces.
-                if id(value) not in graph_inputs:
-                    continue
-                raise _foreign_tensor_error(text, value, guard)
-            if refused := why_refused(value):
-                kind_of_tensor, instead = refused
-                fix = f"put in its place {instead.format(text)}"
-                raise CaptureError(f"forward reads {text}, which is {kind_of_tensor}", source=_line(guard), fix=fix)
-        reads.add(read)
+            return False  # such as objects that the trace itself put there
+        if not isinstance(value, Tensor):
+            return True
+        # A tensor with a gradient that the graph does not take: `functional_call` reads those that it replaces.
+        if id(value) in tensor_ids or value.requires_grad and id(value) not in graph_inputs:
+            return False
+        _refuse_tensor(text, value, guard)
+        return True
+
+    for guard in output.guards:
+        source = guard.originating_source
+        guarded = source.name if isinstance(source.name, str) else source.name()
+        text = _expression(guarded, imported, output.global_scope, scopes)
+        # Not of the model, the loss or a global; or read by the tracer itself.
+        if text is None or _TRACING_MODULES.search(text):
+            continue
+        read = _read_of(guard, text)
+        # Another expression than that of the guard is of an environment variable, which may be absent.
+        if read is not None and (read.expression != text or varies(text, guard)):
+            reads.add(read)
     codes = traced_code(trace.graph_capture_output)
     _refuse_class_queries(model, codes)
     traced = {
@@ -283,21 +275,42 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
     return text if text and not re.search(r"\b[LG]\[", text) else None
 
 
-def _foreign_tensor_error(text: str, value: Tensor, guard: Guard) -> CaptureError:
-    """Return the error for code that reads a tensor (named ``text``) that needs a gradient and is no parameter of the
-    model.
+def _read_of(guard: Guard, text: str) -> Read | None:
+    """Return the `Read` that ``guard``, on the object that ``text`` names, stands for. None for a guard on what is
+    checked in another way.
     """
-    of_loss = text.startswith("loss")
-    return CaptureError(
-        f"{'the loss' if of_loss else 'forward'} reads {text}, a tensor of shape {list(value.shape)} that needs a "
-        "gradient and is no parameter of the compiled model",
-        source=_line(guard),
-        fix=OF_LOSS
-        if of_loss
-        else "reach it through self: an attribute, a list of modules, or a function that is an attribute. compile does "
-        "not copy objects of your own classes, and copy.deepcopy does not copy functions: these keep the parameters "
-        "of the model that they were made with",
-    )
+    create = guard.create_fn
+    kind, keywords = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
+    what, key = _CHECKED_PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))
+    if kind in _CHECKED_ELSEWHERE or key == _COMPILED_CALL:
+        return None
+    if what == "has" and isinstance(key, bytes):  # the presence of an environment variable
+        return Read(f"{text}[{key!r}]")
+    # A key that is no literal cannot be named in a guard: all keys are compared.
+    read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
+    return None if read.what != "value" and _STATE_TABLE.search(text) else read
+
+
+def _refuse_tensor(text: str, value: Tensor, guard: Guard) -> None:
+    """Raises CaptureError if the traced code reads the tensor ``value``, which ``text`` names and which is no parameter
+    of the model, and it needs a gradient or is not a plain dense tensor.
+    """
+    if value.requires_grad:
+        of_loss = text.startswith("loss")
+        raise CaptureError(
+            f"{'the loss' if of_loss else 'forward'} reads {text}, a tensor of shape {list(value.shape)} that needs a "
+            "gradient and is no parameter of the compiled model",
+            source=_line(guard),
+            fix=OF_LOSS
+            if of_loss
+            else "reach it through self: an attribute, a list of modules, or a function that is an attribute. compile "
+            "does not copy objects of your own classes, and copy.deepcopy does not copy functions: these keep the "
+            "parameters of the model that they were made with",
+        )
+    if refused := why_refused(value):
+        kind_of_tensor, instead = refused
+        fix = f"put in its place {instead.format(text)}"
+        raise CaptureError(f"forward reads {text}, which is {kind_of_tensor}", source=_line(guard), fix=fix)
 
 
 def _line(guard: Any) -> str | None:

@@ -234,7 +234,7 @@ class Lookup:
 
     def __init__(self, model: nn.Module, loss: object = None, scopes: Mapping[str, object] | None = None) -> None:
         self._values: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
-        self._scopes = scopes or {}
+        self._scopes = {} if scopes is None else scopes
 
     def __call__(self, path: Path) -> Any:
         """Return the object that a parsed expression (a `Path`, see `parse`) names. AttributeError, KeyError,
