@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -47,7 +47,8 @@ _PURE = {
 }  # fmt: skip
 Args = list[VariableTracker]
 Kwargs = dict[str, VariableTracker]
-CallFunction = Callable[..., VariableTracker]
+Traced = Callable[..., Any]  # a method by which Dynamo traces something; its first argument is the variable
+Translator = InstructionTranslatorBase
 _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo answers as if no transform were active
 
 
@@ -60,7 +61,7 @@ def recorded_states() -> Iterator[set[Read]]:
     """
     # A trace without gradients serves calls without gradients only.
     reads = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
-    call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(reads)
+    grad_mode = GradMode(reads)
 
     def note(name: str, args: Args, kwargs: Kwargs) -> None:
         constants = [x.as_python_constant() for x in (*args, *kwargs.values())]
@@ -68,52 +69,55 @@ def recorded_states() -> Iterator[set[Read]]:
             raise Unsupported(f"a state, {name}, of {constants}")
         reads.add(Read(f"{name}({', '.join(map(repr, constants))})"))
 
-    def call_function(
-        self: TorchInGraphFunctionVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs
-    ) -> VariableTracker:
-        name = _NAMES.get(self.value)
+    def call_torch(original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
+        name = _NAMES.get(this.value)
         if name == "torch.is_grad_enabled":
             grad_mode.note(tx)
         elif name is not None:
             note(name, args, kwargs)
-        elif self.value is _INTERPRETERS and not is_versioned(tx.f_code):
+        elif this.value is _INTERPRETERS and not is_versioned(tx.f_code):
             raise Unsupported("a state, whether it runs under a transform of torch.func,")
-        elif self.can_constant_fold_through() and self.value not in _PURE_FUNCTIONS:
-            raise Unsupported(f"a state, {getattr(self.value, '__name__', self.value)}")
-        return call(self, tx, args, kwargs)
+        elif this.can_constant_fold_through() and this.value not in _PURE_FUNCTIONS:
+            raise Unsupported(f"a state, {getattr(this.value, '__name__', this.value)}")
+        return original(this, tx, args, kwargs)
 
-    def of_python(before: CallFunction) -> CallFunction:
-        def call_function(self: Any, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs) -> VariableTracker:
-            # What Python's own code returns (`inspect.signature`) does not depend on the limit, which Inductor raises.
-            bounds_only = self.fn is sys.getrecursionlimit and is_versioned(tx.f_code)
-            if (name := _NAMES.get(self.fn)) is not None and not bounds_only:
-                note(name, args, kwargs)
-            return before(self, tx, args, kwargs)
-
-        return call_function
-
-    of_numpy = NumpyVariable.call_function
-
-    def call_numpy(self: NumpyVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs) -> VariableTracker:
-        operands = (*args, *kwargs.values())
-        # Dynamo would trace the call to an array, which cannot be a size.
-        if _is_number_of_numpy(self.value) and all(x.is_python_constant() for x in operands):
-            number = self.value(
-                *(x.as_python_constant() for x in args),
-                **{name: x.as_python_constant() for name, x in kwargs.items()},
-            )
-            if isinstance(number, np.generic):
-                return ConstantVariable.create(number.item())
-        return of_numpy(self, tx, args, kwargs)
+    def call_python(original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
+        # What Python's own code returns (`inspect.signature`) does not depend on the limit, which Inductor raises.
+        bounds_only = this.fn is sys.getrecursionlimit and is_versioned(tx.f_code)
+        if (name := _NAMES.get(this.fn)) is not None and not bounds_only:
+            note(name, args, kwargs)
+        return original(this, tx, args, kwargs)
 
     with (
-        patch.object(NumpyVariable, "call_function", call_numpy),
-        patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
-        patch.object(UserFunctionVariable, "call_function", of_python(UserFunctionVariable.call_function)),
-        patch.object(PolyfilledFunctionVariable, "call_function", of_python(PolyfilledFunctionVariable.call_function)),
+        _around(NumpyVariable, "call_function", _call_numpy),
+        _around(TorchInGraphFunctionVariable, "call_function", call_torch),
+        _around(UserFunctionVariable, "call_function", call_python),
+        _around(PolyfilledFunctionVariable, "call_function", call_python),
         grad_mode.recorded_tensor_reads(),
     ):
         yield reads
+
+
+def _around(owner: type, name: str, handler: Traced) -> AbstractContextManager[object]:
+    """Return a context manager in which the method ``owner.name`` of Dynamo is replaced: a call with arguments ``args``
+    is ``handler(original, *args)``.
+    """
+    original = getattr(owner, name, None)
+    return patch.object(owner, name, lambda *args, **kwargs: handler(original, *args, **kwargs), create=True)
+
+
+def _call_numpy(original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
+    """Traces a call of a NumPy function. One of constants that gives a number is evaluated: Dynamo would trace it to an
+    array, which cannot be a size.
+    """
+    if _is_number_of_numpy(this.value) and all(x.is_python_constant() for x in (*args, *kwargs.values())):
+        number = this.value(
+            *(x.as_python_constant() for x in args),
+            **{name: x.as_python_constant() for name, x in kwargs.items()},
+        )
+        if isinstance(number, np.generic):
+            return ConstantVariable.create(number.item())
+    return original(this, tx, args, kwargs)
 
 
 def _of_torch(path: str) -> object:
@@ -190,7 +194,7 @@ class GradMode:
         self._inference: list[bool] = []  # modes of the inference_mode blocks that the trace is in
         self._left = False  # whether forward entered inference_mode(False)
 
-    def note(self, tx: InstructionTranslatorBase) -> bool:
+    def note(self, tx: Translator) -> bool:
         """Notes that the code being traced reads the grad mode, and returns True. For torch's own code it notes nothing
         and returns False.
 
@@ -210,98 +214,70 @@ class GradMode:
         ``is_leaf``) and autograd contexts. Such a read has the result that it has in the user's call, also in inference
         mode.
         """
-        attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
-        of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
-        register, store = TensorVariable._method_register_hook, SideEffects.store_attr
-        enter, leave = InferenceModeVariable.enter, InferenceModeVariable.exit
-        checkpoint, block = CheckpointHigherOrderVariable.call_function, TorchCtxManagerClassVariable.call_function
-
-        def var_getattr(this: TensorVariable, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
-            answer = attribute(this, tx, name)
-            # Without a source, the tensor is computed in the trace.
-            if this.source is None and name in _RECORDED and self.note(tx):
-                return self._in_inference(name, answer, _is_view(this, tx))
-            return answer
-
-        def method_attr_grad(this: TensorVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-            if this.source is not None:
-                raise Unsupported("the gradient of a parameter or an input")
-            answer = grad_of(this, tx)  # None if Dynamo does not know; a computed tensor keeps no gradient
-            return ConstantVariable.create(None) if answer is None and this.source is None else answer
-
-        def needs_input_grad(
-            this: AutogradFunctionContextVariable, tx: InstructionTranslatorBase, name: str
-        ) -> VariableTracker:
-            if name == "needs_input_grad" and not _in_backward(tx):
-                self.note(tx)
-            return of_context(this, tx, name)
-
-        def call_checkpoint(
-            this: CheckpointHigherOrderVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs
-        ) -> VariableTracker:
-            flag = kwargs.get("use_reentrant")
-            reentrant = torch.is_grad_enabled() and (flag is None or flag.as_python_constant() is not False)
-            self._reentrant += reentrant
-            try:
-                result = checkpoint(this, tx, args, kwargs)
-            finally:
-                self._reentrant -= reentrant
-            if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(args[1:]):
-                raise Unsupported("a reentrant checkpoint of inputs without gradients")
-            return result
-
-        def backward(*args: object, **kwargs: object) -> NoReturn:
-            raise Unsupported("a backward within forward")
-
-        def register_hook(this: TensorVariable, *args: Any, **kwargs: Any) -> VariableTracker:
-            if this.source is not None:
-                raise Unsupported("a hook of a parameter or an input")
-            return register(this, *args, **kwargs)
-
-        def store_attr(this: SideEffects, item: VariableTracker, name: str, *how: Any) -> None:
-            if name == "grad" and isinstance(item, TensorVariable) and item.source is not None:
-                raise Unsupported("the gradient of a parameter or an input")
-            store(this, item, name, *how)
-
-        def enter_inference(this: InferenceModeVariable, tx: InstructionTranslatorBase) -> VariableTracker:
-            self._inference.append(this.target_values[0])
-            self._left |= not this.target_values[0]
-            return enter(this, tx)
-
-        def exit_inference(
-            this: InferenceModeVariable, tx: InstructionTranslatorBase, *args: VariableTracker
-        ) -> VariableTracker:
-            self._inference.pop()
-            return leave(this, tx, *args)
-
-        def set_grad_mode(this: GradModeVariable, tx: InstructionTranslatorBase, values: Sequence[bool]) -> None:
-            if self._inference and self._inference[-1] and values[0]:
-                raise Unsupported("gradients enabled in inference_mode()")
-            sets(this, tx, values)
-
-        def make_block(
-            this: TorchCtxManagerClassVariable, tx: InstructionTranslatorBase, args: Args, kwargs: Kwargs
-        ) -> VariableTracker:
-            if this.value in _BY_MODE and kwargs.keys() == {"mode"}:
-                args, kwargs = [*args, kwargs["mode"]], {}
-            return block(this, tx, args, kwargs)
-
         with (
             # A function decorated with `set_grad_enabled` calls this method, which Dynamo is to inline.
             patch.dict(get_torch_obj_rule_map(), {torch.set_grad_enabled.clone: UserFunctionVariable}),
-            patch.object(TorchCtxManagerClassVariable, "call_function", make_block),
-            patch.object(TensorVariable, "var_getattr", var_getattr),
-            patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
-            patch.object(TensorVariable, "method_backward", backward, create=True),
-            patch.object(TensorVariable, "_method_register_hook", register_hook),
-            patch.object(SideEffects, "store_attr", store_attr),
-            patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),
-            patch.object(CheckpointHigherOrderVariable, "call_function", call_checkpoint),
-            patch.object(InferenceModeVariable, "enter", enter_inference),
-            patch.object(InferenceModeVariable, "exit", exit_inference),
-            patch.object(GradModeVariable, "_call_func", set_grad_mode),
+            _around(TorchCtxManagerClassVariable, "call_function", _call_context_manager),
+            _around(TensorVariable, "var_getattr", self._tensor_attribute),
+            _around(TensorVariable, "method_attr_grad", _grad_of_tensor),
+            _around(TensorVariable, "method_backward", _refuse_backward),
+            _around(TensorVariable, "_method_register_hook", _register_hook),
+            _around(SideEffects, "store_attr", _store_attribute),
+            _around(AutogradFunctionContextVariable, "var_getattr", self._context_attribute),
+            _around(CheckpointHigherOrderVariable, "call_function", self._call_checkpoint),
+            _around(InferenceModeVariable, "enter", self._enter_inference),
+            _around(InferenceModeVariable, "exit", self._exit_inference),
+            _around(GradModeVariable, "_call_func", self._set_grad_mode),
         ):
             yield
+
+    def _tensor_attribute(self, original: Traced, this: Any, tx: Translator, name: str) -> VariableTracker:
+        """Traces ``tensor.name``. Of a computed tensor, it notes a read of the grad mode, and the value is that in the
+        user's mode.
+        """
+        answer = original(this, tx, name)
+        # Without a source, the tensor is computed in the trace.
+        if this.source is None and name in _RECORDED and self.note(tx):
+            return self._in_inference(name, answer, _is_view(this, tx))
+        return answer
+
+    def _context_attribute(self, original: Traced, this: Any, tx: Translator, name: str) -> VariableTracker:
+        """Traces an attribute of the context of an autograd function. ``needs_input_grad`` reads the grad mode."""
+        if name == "needs_input_grad" and not _in_backward(tx):
+            self.note(tx)
+        return original(this, tx, name)
+
+    def _call_checkpoint(
+        self, original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs
+    ) -> VariableTracker:
+        """Traces a checkpoint. Raises Unsupported for a reentrant one in which parameters would get no gradient."""
+        flag = kwargs.get("use_reentrant")
+        reentrant = torch.is_grad_enabled() and (flag is None or flag.as_python_constant() is not False)
+        self._reentrant += reentrant
+        try:
+            result = original(this, tx, args, kwargs)
+        finally:
+            self._reentrant -= reentrant
+        if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(args[1:]):
+            raise Unsupported("a reentrant checkpoint of inputs without gradients")
+        return result
+
+    def _enter_inference(self, original: Traced, this: Any, tx: Translator) -> VariableTracker:
+        """Traces the entry of a block of `torch.inference_mode`."""
+        self._inference.append(this.target_values[0])
+        self._left |= not this.target_values[0]
+        return original(this, tx)
+
+    def _exit_inference(self, original: Traced, this: Any, tx: Translator, *args: VariableTracker) -> VariableTracker:
+        """Traces the exit of a block of `torch.inference_mode`."""
+        self._inference.pop()
+        return original(this, tx, *args)
+
+    def _set_grad_mode(self, original: Traced, this: Any, tx: Translator, values: Sequence[bool]) -> None:
+        """Traces a change of the grad mode. Raises Unsupported if it enables gradients in inference mode."""
+        if self._inference and self._inference[-1] and values[0]:
+            raise Unsupported("gradients enabled in inference_mode()")
+        original(this, tx, values)
 
     def _in_inference(self, name: str, answer: VariableTracker, view: bool) -> VariableTracker:
         """Correct ``answer``, Dynamo's value of a tensor's attribute ``name`` (``requires_grad``), for inference mode,
@@ -320,7 +296,41 @@ class GradMode:
         return ConstantVariable.create(not _RECORDED[name])
 
 
-def _is_view(this: TensorVariable, tx: InstructionTranslatorBase) -> bool:
+def _call_context_manager(original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
+    """Traces the construction of a context manager of torch. A ``mode=`` of one in `_BY_MODE` is passed by position."""
+    if this.value in _BY_MODE and kwargs.keys() == {"mode"}:
+        args, kwargs = [*args, kwargs["mode"]], {}
+    return original(this, tx, args, kwargs)
+
+
+def _grad_of_tensor(original: Traced, this: Any, tx: Translator) -> VariableTracker:
+    """Traces ``tensor.grad``: None for a computed tensor. Raises Unsupported for a parameter or an input."""
+    if this.source is not None:
+        raise Unsupported("the gradient of a parameter or an input")
+    answer = original(this, tx)  # None if Dynamo does not know; a computed tensor keeps no gradient
+    return ConstantVariable.create(None) if answer is None else answer
+
+
+def _refuse_backward(*args: object, **kwargs: object) -> NoReturn:
+    """Refuses ``tensor.backward()`` in forward."""
+    raise Unsupported("a backward within forward")
+
+
+def _register_hook(original: Traced, this: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+    """Traces ``tensor.register_hook``. Raises Unsupported for a parameter or an input."""
+    if this.source is not None:
+        raise Unsupported("a hook of a parameter or an input")
+    return original(this, *args, **kwargs)
+
+
+def _store_attribute(original: Traced, this: Any, item: VariableTracker, name: str, *how: Any) -> None:
+    """Traces ``item.name = ...``. Raises Unsupported if it sets the gradient of a parameter or an input."""
+    if name == "grad" and isinstance(item, TensorVariable) and item.source is not None:
+        raise Unsupported("the gradient of a parameter or an input")
+    original(this, item, name, *how)
+
+
+def _is_view(this: TensorVariable, tx: Translator) -> bool:
     """Return whether ``this``, a tensor computed in a trace, is a view of a parameter, a buffer or an input."""
     nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
     return memory_of(this.as_proxy().node) in {memory_of(node) for node in nodes}
@@ -334,11 +344,11 @@ def _require_grad(values: Sequence[object]) -> bool:
     return any(node.meta["example_value"].requires_grad for node in nodes)
 
 
-def _in_backward(translator: InstructionTranslatorBase) -> bool:
+def _in_backward(translator: Translator) -> bool:
     """Return whether ``translator`` (Dynamo's tracer of a function) is inside of a backward that the user has
     written.
     """
-    tx: InstructionTranslatorBase | None = translator
+    tx: Translator | None = translator
     while tx is not None and tx.f_code.co_name not in ("backward", "vjp"):
         tx = tx.parent
     return tx is not None

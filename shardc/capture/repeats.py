@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -201,10 +201,8 @@ def record_calls(
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, spec, loss)
     record = Recorder(reuse)
-    handles: list[Any] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(markers.patched(markers.expert_patches()))
-        stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
         stack.enter_context(traceable_layers(root))
         stack.enter_context(mode)
@@ -220,7 +218,8 @@ def record_calls(
             container, names = model.get_submodule(path), Repeat(path, 0, size).names()
             for name, block in zip(names, container._modules.values(), strict=True):
                 record.signatures[name] = _signature(block, name, places)
-                handles += _add_hooks(block, record.blocks.setdefault(name, []), record)
+                for handle in _add_hooks(block, record.blocks.setdefault(name, []), record):
+                    stack.enter_context(handle)
             # Blocks with wrapper tensors are repeats only if all blocks of the container are.
             if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):
                 if any(record.signatures[name] != record.signatures[names[0]] for name in names):
