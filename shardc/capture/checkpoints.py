@@ -27,6 +27,7 @@ from torch.distributed._composable import checkpoint_activation
 from torch.utils.checkpoint import CheckpointFunction, _CachingTorchDispatchMode, checkpoint, checkpoint_sequential
 
 from shardc._compat import PyTree
+from shardc.capture.queried_states import Args, Kwargs, Translator
 
 _MODULE = checkpoint_activation.__name__
 
@@ -56,7 +57,7 @@ _call = CheckpointHigherOrderVariable._call_function
 
 
 def _call_with_function(
-    self: CheckpointHigherOrderVariable, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    self: CheckpointHigherOrderVariable, tx: Translator, args: Args, kwargs: Kwargs
 ) -> VariableTracker:
     """Traces a checkpoint call by Dynamo's own handler and returns its result. A ``context_fn`` that Dynamo refuses (a
     method, or defined in forward) is first replaced by a plain function.

@@ -27,7 +27,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import ModIndex
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.base import VariableTracker
@@ -44,18 +43,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardc._compat import PyTree
 from shardc.capture import checkpoints, decompositions, in_place_ops, markers, raises, side_effects, written_out
 from shardc.capture.annotate import CHUNK_ROWS
+from shardc.capture.queried_states import Args, Kwargs, Translator
 from shardc.validate import torch_name
 
 _call_method = GetAttrVariable.call_method
 
 
-def _call_attribute(
-    self: GetAttrVariable,
-    tx: InstructionTranslatorBase,
-    name: str,
-    args: list[VariableTracker],
-    kwargs: dict[str, VariableTracker],
-) -> VariableTracker:
+def _call_attribute(self: GetAttrVariable, tx: Translator, name: str, args: Args, kwargs: Kwargs) -> VariableTracker:
     """Traces a call of method ``name`` on an attribute of a torch class. If the attribute is a string, which Dynamo
     refuses, the call is evaluated.
     """
@@ -79,12 +73,7 @@ _call_apply = AutogradFunctionVariable.call_apply
 _LOOPS = (scan_op, while_loop_op)
 
 
-def _apply(
-    self: AutogradFunctionVariable,
-    tx: InstructionTranslatorBase,
-    args: list[VariableTracker],
-    kwargs: dict[str, VariableTracker],
-) -> VariableTracker:
+def _apply(self: AutogradFunctionVariable, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
     """Traces a call of an autograd.Function with its own gradient, and returns Dynamo's variable of the result. Raises
     Unsupported inside of a transform of ``torch.func``.
 
