@@ -31,7 +31,7 @@ from shardc.capture.capture_errors import user_frame
 from shardc.capture.side_effects import Change
 from shardc.capture.slices import memory_of, value_of
 from shardc.errors import CaptureError
-from shardc.ir.code import code_hash, is_of_library, is_versioned, module_name
+from shardc.ir.code import is_of_library, module_name
 from shardc.ir.guards import Lookup, Read, Reads, parse
 from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
@@ -221,13 +221,7 @@ def reads_of(
             reads.add(read)
     codes = traced_code(trace.graph_capture_output)
     _refuse_class_queries(model, codes)
-    traced = {
-        code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        for code in (*codes, *_wrapper_code(model))
-        if not is_versioned(code)
-    }
-    ordered = sorted(reads, key=lambda read: (read.expression, read.what, repr(read.key)))
-    return Reads(tuple(ordered), scopes, tuple(sorted(traced.items())))
+    return Reads.of(reads, scopes, (*codes, *_wrapper_code(model)))
 
 
 def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> list[Change]:

@@ -47,7 +47,7 @@ from shardc.capture.side_effects import (
     restored,
 )
 from shardc.errors import CaptureError, ShardcWarning
-from shardc.ir.code import calling_line, code_hash, is_of_library, is_versioned, versioned_path
+from shardc.ir.code import calling_line, is_of_library, is_versioned, versioned_path
 from shardc.ir.guards import GRAD_MODE, STATES, Read, Reads
 from shardc.ir.returned import Memory
 
@@ -218,9 +218,7 @@ class Run:
     def reads(self, _: object) -> Reads:
         """Return the `Reads`: guards on all Python values that the code that ran is known to read."""
         guards = {Read("model", "hooks"), Read(GRAD_MODE), *self._reads.reads, *self._reads.absent()}
-        traced = {code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in self.codes}
-        ordered = sorted(guards, key=lambda read: (read.expression, read.what, repr(read.key)))
-        return Reads(tuple(ordered), self._reads.scopes, tuple(sorted(traced.items())), unseen=True)
+        return Reads.of(guards, self._reads.scopes, self.codes, unseen=True)
 
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:
         """Profile function (`sys.setprofile`) that records the user's functions that run. Raises Unsupported at a call

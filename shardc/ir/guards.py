@@ -9,19 +9,20 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from operator import attrgetter
+from types import CodeType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _nn
 
-from shardc.ir.code import MAIN, qualified_name, text_of
+from shardc.ir.code import MAIN, code_hash, is_versioned, qualified_name, text_of
 from shardc.ir.reach import Reach, reach
 
 GRAD_MODE = "torch.is_grad_enabled()"
@@ -153,6 +154,16 @@ class Reads:
     traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     sets: tuple[tuple[str, Constant], ...] = ()
     unseen: bool = False
+
+    @classmethod
+    def of(
+        cls, reads: Iterable[Read], scopes: Mapping[str, object], codes: Iterable[CodeType], unseen: bool = False
+    ) -> Reads:
+        """Return the `Reads` of a capture that made ``reads`` and traced ``codes``. Only the user's code counts."""
+        ordered = sorted(reads, key=lambda read: (read.expression, read.what, repr(read.key)))
+        user_codes = [code for code in codes if not is_versioned(code)]
+        traced = {code_hash(x): f"{x.co_name} ({x.co_filename}:{x.co_firstlineno})" for x in user_codes}
+        return cls(tuple(ordered), scopes, tuple(sorted(traced.items())), unseen=unseen)
 
     @property
     def grad_mode(self) -> bool:
