@@ -306,6 +306,8 @@ def trace(
             if not may_run(error):
                 raise failed(error) from error
             refused = failed(error)
+        else:
+            traced.check_side_effects([str(warning.message) for warning in caught], mode)
         if refused is not None:
             with mode:
                 fakes = [fake(name, x) for name, x in named]
@@ -317,8 +319,6 @@ def trace(
                 # An error without an explanation says less than the reason for which Dynamo refused the model.
                 raise (failed(error) if is_explained(error) else refused) from error
             traced.warnings.insert(0, warn_of_unseen_reads(template, refused))
-        else:
-            traced.check_side_effects([str(warning.message) for warning in caught], mode)
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
     graph = traced.joint.graph_module
     reads = traced.reads(partial(_retraced, again, template, graph) if retraces else None)
