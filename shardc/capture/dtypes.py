@@ -76,11 +76,10 @@ class Dtypes:
         for path, module in model.named_modules():
             if isinstance(module, InnerTensors):  # its wrapper subclass casts it
                 continue
-            module_policy, outer, holder = policy(path), path.rpartition(".")[0], None
+            module_policy, outer = policy(path), path.rpartition(".")[0]
             outermost = not path or policy(outer) != module_policy
-            if path:
-                holder = model.get_submodule(outer)
-            layer = isinstance(holder, _CONTAINERS) and any(True for _ in module.parameters())
+            in_container = bool(path) and isinstance(model.get_submodule(outer), _CONTAINERS)
+            layer = in_container and any(True for _ in module.parameters())
             casts = module_policy.cast_forward_inputs
             takes = module_policy.param if casts and (outermost or (layer and casts != "model")) else None
             gives = module_policy.output if outermost else None

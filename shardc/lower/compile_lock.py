@@ -39,11 +39,8 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     results: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
     shares = several and caches()
-    locks = (
-        {gm: FileLock(cache_folder("locks") / f"{name_of(gm, kind)}.lock") for gm, kind in graphs.items()}
-        if shares
-        else {}
-    )
+    shared = graphs if shares else {}
+    locks = {gm: FileLock(cache_folder("locks") / f"{name_of(gm, kind)}.lock") for gm, kind in shared.items()}
     waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # the large ones first
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
