@@ -71,13 +71,9 @@ def annotate(
             if node.target is torch.ops.shardc.tag.default:
                 node.target, node.kwargs, node.args = ops.tag, {"name": node.args[1]}, node.args[:1]
             module = _module_path(node)
-            stem = _stem(node) if phase == "forward" else f"d.{_stem(node, module)}"
-            name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
-            record = Info(
-                names.fresh(name),
-                ir.value_of(node.meta.get("val")),
-                Origin(module, line_of(node), phase, **_region(node)),
-            )
+            name = _op_name(node, module) if phase == "forward" else f"d.{_op_name(node, module)}"
+            origin = Origin(module, line_of(node), phase, **_region(node))
+            record = Info(names.fresh(name), ir.value_of(node.meta.get("val")), origin)
         ir.set_info(node, record)
     _cast_stored(gm.graph, stored)
 
@@ -345,9 +341,10 @@ def _region(node: fx.Node) -> dict[str, Any]:
     return fields | {"region": node.meta.get("ac_graph_id", 0) + 1, "policy": "must_save" if saved else ""}
 
 
-def _stem(node: fx.Node, module: str = "") -> str:
-    """Return the name of a node's op, without namespace and overload, or ``module.op`` if a ``module`` is given."""
-    target = node.target
-    name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
-    name = name or target.overloadpacket.__name__
+def _op_name(node: fx.Node, module: str) -> str:
+    """Return ``module.op``, where op is the name of a node's op without namespace and overload; only the op if
+    ``module`` is "".
+    """
+    target = getattr(node.target, "overloadpacket", node.target)
+    name = getattr(target, "__name__", str(target))
     return f"{module}.{name}" if module else name
