@@ -132,7 +132,7 @@ class _Elements:
         if order is None:
             return self._call(aten.index.Tensor, self._flat(self.base), [self._positions()])
         flat = self._call(aten.view.default, self._flat(self.base), [self.size[dim] for dim in order])
-        return self._permuted(flat, _inverse(order))
+        return self._permuted(flat, inverse(order))
 
     def insert_write(self) -> fx.Node:
         """Inserts ops that write the op's ``src`` to the elements. Returns the node of the base after the write."""
@@ -145,7 +145,7 @@ class _Elements:
         else:
             flat = self._call(aten.index_put.default, self._flat(self.base), [self._positions()], self.source)
         whole = self._call(aten.view.default, flat, [base.shape[dim] for dim in self.order])
-        result = self._permuted(whole, _inverse(self.order))
+        result = self._permuted(whole, inverse(self.order))
         assert result.meta["val"].shape == self.tensor.meta["val"].shape, "a view of what is written to"
         return result
 
@@ -209,7 +209,7 @@ def _is_view(node: fx.Node) -> bool:
     return _is_view(node.args[0]) if node.target is getitem else aliases(node.target)
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
+def inverse(order: Sequence[int]) -> list[int]:
     """Return the inverse of a permutation."""
     return [list(order).index(dim) for dim in range(len(order))]
 

@@ -19,7 +19,7 @@ from torch._dynamo import _trace_wrapped_higher_order_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.capture.decompositions import insert_call
+from shardc.capture.decompositions import insert_call, inverse
 
 aten = torch.ops.aten
 SCATTER = getattr(_trace_wrapped_higher_order_op, "zeros_and_scatter")._opoverload  # noqa: B009
@@ -70,7 +70,8 @@ class _Lookup:
         shape: of the indices, broadcast against each other.
         along: whether another index varies along a dim of an ``arange`` too: it selects another entry in each row, as
             ``gather`` does.
-        ordered, others, tail: the table's dims that are read in order, those with another index, those without one.
+        ordered, others, tail: the table's dims that are read in order, those with another index, those without one;
+            `order` has all of them.
         places: for each dim in ``ordered``, the dim of the broadcast indices along which it is read.
         rest: the other dims of the broadcast indices.
     """
@@ -105,6 +106,7 @@ class _Lookup:
         self.places = [by_dim[dim] for dim in self.ordered]
         self.others = [dim for dim in range(len(self.indices)) if dim not in by_dim]
         self.tail = list(range(len(self.indices), len(self.table)))
+        self.order = [*self.ordered, *self.others, *self.tail]
         self.rest = [dim for dim in range(len(self.shape)) if dim not in self.places]
 
     def insert_read(self) -> fx.Node | None:
@@ -113,7 +115,7 @@ class _Lookup:
         """
         if not self.ordered:
             return None
-        x = self._call(aten.permute.default, self.node.args[0], [*self.ordered, *self.others, *self.tail])
+        x = self._call(aten.permute.default, self.node.args[0], self.order)
         if self.along:
             return self._in_order(self._call(aten.gather.default, x, len(self.ordered), self._entries()))
         if self.others:
@@ -136,36 +138,49 @@ class _Lookup:
         if fixed and not adds:
             return None  # several values are written to one entry, and the last one stays
         values = self._call(aten.expand.default, values, whole)
-        order = [*self.ordered, *self.others, *self.tail]
-        if table is not None and (table.target is not aten.full.default or table.args[1] != 0 or not adds):
-            table = self._call(aten.permute.default, table, order)
-        else:
-            table = None  # zeros
-        sizes = [self.table[dim] for dim in order]
-        if self.along:
-            dims = [*self.places, *self.rest, *range(len(self.shape), len(whole))]
-            values = self._call(aten.permute.default, values, dims)
-            index = self._entries()
-            values = self._call(aten.view.default, values, index.meta["val"].shape) if len(self.rest) != 1 else values
-            table = self._zeros(sizes, values) if table is None else table
-            target = aten.scatter_add.default if adds else aten.scatter.src
-            values = self._call(target, table, len(self.ordered), index, values)
-            return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
-        # Along dims that no index varies over, all values are added to the same entries.
+        if table is not None and adds and table.target is aten.full.default and table.args[1] == 0:
+            table = None  # zeros, which are made in the order of dims in which they are needed
+        if table is not None:
+            table = self._call(aten.permute.default, table, self.order)
+        written = self._scatter_rows(values, table, adds) if self.along else self._put(values, table, adds, fixed)
+        return self._call(aten.permute.default, written, inverse(self.order))
+
+    def _scatter_rows(self, values: fx.Node, table: fx.Node | None, adds: bool) -> fx.Node:
+        """Insert the write by a ``scatter``: each row has indices of its own. Return the table after it, with its dims
+        in `order`.
+
+        Args:
+            values: what is written, with the dims of the broadcast indices, then ``tail``.
+            table: the table before, with its dims in `order`; None for zeros.
+            adds: whether values are added to the table, rather than replace its entries.
+        """
+        dims = [*self.places, *self.rest, *range(len(self.shape), values.meta["val"].ndim)]
+        values = self._call(aten.permute.default, values, dims)
+        index = self._entries()
+        values = self._call(aten.view.default, values, index.meta["val"].shape) if len(self.rest) != 1 else values
+        table = self._zeros([self.table[dim] for dim in self.order], values) if table is None else table
+        target = aten.scatter_add.default if adds else aten.scatter.src
+        return self._call(target, table, len(self.ordered), index, values)
+
+    def _put(self, values: fx.Node, table: fx.Node | None, adds: bool, fixed: Sequence[int]) -> fx.Node:
+        """Insert the write by an ``index_put`` or, if all indices are in order, an addition. Return the table after it,
+        with its dims in `order`; arguments are those of `_scatter_rows`.
+
+        Args:
+            fixed: dims of the broadcast indices that no index varies over: all values along them go to one entry.
+        """
+        dims = [dim for dim in range(values.meta["val"].ndim) if dim not in fixed]
         if fixed:
-            values = self._call(aten.sum.dim_IntList, values, fixed, True)
+            summed = self._call(aten.sum.dim_IntList, values, fixed, True)
+            values = self._call(aten.squeeze.dims, summed, fixed)
         rest = [dim for dim in self.rest if dim not in fixed]
-        dims = [*self.places, *rest, *range(len(self.shape), values.meta["val"].ndim)]
-        values = self._call(aten.squeeze.dims, values, fixed) if fixed else values
-        left = [dim for dim in range(len(whole)) if dim not in fixed]
-        values = self._call(aten.permute.default, values, [left.index(dim) for dim in dims])
+        wanted = [*self.places, *rest, *(dim for dim in dims if dim >= len(self.shape))]
+        values = self._call(aten.permute.default, values, [dims.index(dim) for dim in wanted])
         if self.others:
             indices = [*[None] * len(self.ordered), *self._squeezed(rest)]
-            table = self._zeros(sizes, values) if table is None else table
-            values = self._call(aten.index_put.default, table, indices, values, adds)
-        elif table is not None and adds:
-            values = self._call(aten.add.Tensor, table, values)
-        return self._call(aten.permute.default, values, [order.index(dim) for dim in range(len(order))])
+            table = self._zeros([self.table[dim] for dim in self.order], values) if table is None else table
+            return self._call(aten.index_put.default, table, indices, values, adds)
+        return values if table is None or not adds else self._call(aten.add.Tensor, table, values)
 
     def _entries(self) -> fx.Node:
         """Insert ops that compute the index of a ``gather`` along the table's only dim in ``others``; return the last
@@ -196,9 +211,8 @@ class _Lookup:
         if len(self.rest) != 1:
             sizes, after = x.meta["val"].shape[: len(self.ordered)], x.meta["val"].shape[len(self.ordered) + 1 :]
             x = self._call(aten.view.default, x, [*sizes, *(self.shape[dim] for dim in self.rest), *after])
-        order = [*self.places, *self.rest]
-        dims = [*(order.index(dim) for dim in range(len(order))), *range(len(order), len(order) + len(self.tail))]
-        return self._call(aten.permute.default, x, dims)
+        dims = [*self.places, *self.rest]
+        return self._call(aten.permute.default, x, inverse([*dims, *range(len(dims), len(dims) + len(self.tail))]))
 
     def _to_result_dims(self, x: fx.Node) -> fx.Node:
         """Insert ops that bring ``x`` to the dims of the lookup's result; return the last node. Dims over which ``x``
