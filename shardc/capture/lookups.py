@@ -127,8 +127,9 @@ class _Lookup:
         ops, if the write stays as it is.
         """
         scatters = self.node.target is SCATTER
+        table: Any = None if scatters else self.node.args[0]
         values: Any = self.node.args[2]
-        table, adds = (None, True) if scatters else (self.node.args[0], self.node.args[3:4] == (True,))
+        adds = scatters or self.node.args[3:4] == (True,)
         whole = (*self.shape, *self.table[len(self.indices) :]) if self.ordered else None
         if whole is None or (scatters and values.meta["val"].shape != whole):
             # The op of flex_attention's gradients is replaced in any case.
