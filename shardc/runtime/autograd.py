@@ -24,7 +24,7 @@ from shardc.runtime.border import Changes, Listened, read_only
 from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
-from shardc.runtime.loops import Loops, Microstep
+from shardc.runtime.loops import Loops, Microstep, Results
 from shardc.runtime.read_only import ReadOnly, version_of
 from shardc.runtime.routing import Loads
 from shardc.runtime.stage_link import StageLink
@@ -326,9 +326,7 @@ class StepInMicrobatches(torch.autograd.Function):
             with runner.groups.consistency.compiles():  # a program from the store is captured for it
                 program.using(frozenset(used))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        grads: dict[GradKey, Tensor | None] = {
-            ("grad", name): x for name, x in step.grads({at: x.contiguous() for at, x in used.items()}, keeps).items()
-        }
+        grads = step.grads({at: x.contiguous() for at, x in used.items()}, keeps)
         ctx.step = step if keeps else None
         gives = [role for half in program.step() if half.kind == BACKWARD for role in half.gives]
         late = runner.reduce_deferred(gives, grads, ctx.unreduced)
@@ -349,9 +347,13 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     argument = runner.arguments(inputs)
     by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
 
-    def loops(program: Executable) -> Loops:
-        """Returns the object that runs forward and backward of each microbatch: `Loops`, or `StageLoops` for this
-        rank's stages of a pipeline.
+    # A value is one tensor here; in a simulation, for which `Loops` is written too, it is one per rank.
+    def map_ranks(function: Callable[..., Any], *values: Any) -> Any:
+        return function(*values)
+
+    def run_step(program: Executable, training: bool, tangents: Mapping[int, Any]) -> Results:
+        """Runs forward and backward of each microbatch, by `Loops`, or by `StageLoops` for this rank's stages of a
+        pipeline.
         """
         running, forwards = runner.using(program), 0
 
@@ -361,24 +363,21 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             # The first forward of a call replaces the token counts of the call before; the next ones add to them.
             return running.run(half, feed, adds_tokens=forwards > 1)
 
-        # A value is one tensor here; in a simulation, for which `Loops` is written too, it is one per rank.
-        def map_ranks(function: Callable[..., Any], *values: Any) -> Any:
-            return function(*values)
-
-        if program.stage_ranks:
-            link = StageLink(runner.groups, program, runner.spec.device)
-            return StageLoops(
-                program, run, argument, by_name, map_ranks,
-                rank=runner.groups.stage, link=link, prepare=running.prepare,
-                absent=partial(_without_rows, runner.spec.device),
-            )  # fmt: skip
-        return Loops(program, run, argument, by_name, map_ranks)
+        if not program.stage_ranks:
+            return Loops(program, run, argument, by_name, map_ranks).run_step(training, tangents)
+        link = StageLink(runner.groups, program, runner.spec.device)
+        loops = StageLoops(
+            program, run, argument, by_name, map_ranks,
+            rank=runner.groups.stage, link=link, prepare=running.prepare,
+            absent=partial(_without_rows, runner.spec.device),
+        )  # fmt: skip
+        return loops.run_step(training, tangents)
 
     def step() -> Microstep:
         """Runs all microbatches of the call, and returns outputs and gradients as a `Microstep`. Raises InputError if
         a layer of experts exceeded its capacity.
         """
-        computed = Microstep(program, loops, grad)
+        computed = Microstep(program, run_step, grad, map_ranks)
         runner.check_loads(runner.routing.unchecked())
         return computed
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +37,13 @@ Run = Callable[[Half, list[Any]], Sequence[Any]]
 Map = Callable[..., Any]  # applies a function of tensors to values, such as one tensor per rank
 # Returns the value of a parameter, buffer, coordinate or key that a graph takes, for a microbatch.
 Argument = Callable[[Port, int], Any]
+# Results of a step by (kind, index or name): ("output", 0), ("buffer", name), ("grad", name of a parameter or input).
+Results = dict[tuple[str, Any], Any]
 
 
-@dataclass
-class Results:
-    """Results of a step: outputs by (kind, index or name), and gradients by name."""
-
-    outputs: dict[tuple[str, Any], Any] = field(default_factory=dict)
-    grads: dict[str, Any] = field(default_factory=dict)
+def result_key(role: Role) -> tuple[str, Any]:
+    """Returns the key of an output, a buffer's new value or a gradient in `Results`."""
+    return role.kind, role.index if role.kind == "output" else role.name
 
 
 @dataclass
@@ -68,24 +67,17 @@ class Loops:
     def __post_init__(self) -> None:
         self.sums: dict[str, Any] = {}
         self.shared: dict[Any, Any] = {}  # values that later graphs take: by name, and by name and microbatch
+        self.parts: dict[tuple[str, Any], list[Any]] = {}  # as `Results`, of each microbatch so far
         self._added: set[str] = set()
 
-    def train(self, tangents: Mapping[int, Any]) -> Results:
-        """Runs forward and backward of each microbatch. ``tangents`` maps output index to the gradient for the whole
-        batch.
-        """
-        return self._step(True, tangents)
+    def run_step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        """Runs all graphs of a step in order, and returns its outputs and, in training, its gradients.
 
-    def infer(self) -> Results:
-        """Runs the forward of each microbatch, without gradients; returns the outputs."""
-        return self._step(False, {})
-
-    def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
-        """Runs all graphs of a training or inference step in order, and returns the results. ``tangents`` maps output
-        index to gradient.
+        Args:
+            training: run forward and backward of each microbatch; otherwise the forward alone, without gradients.
+            tangents: output index -> gradient for the whole batch.
         """
         saved: dict[str, Any] = {}
-        parts = Results()
         for half, at in self.program.runs(training):
             feed = [self._value(port, at, saved, tangents) for port in half.takes]
             saved = {}  # a graph frees what it takes
@@ -93,22 +85,20 @@ class Loops:
                 if role.kind == "saved":
                     saved[role.name] = x
                 else:
-                    self._keep(role, x, at, parts)
-        return self._joined(parts)
+                    self._store(role, x, at)
+        return self._joined()
 
-    def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
+    def _store(self, role: Role, x: Any, at: int) -> None:
         """Stores ``x``, a result of a graph of microbatch ``at``, by its ``role``: adds it to a sum, keeps it for
-        later graphs, or appends it to ``parts`` (outputs and gradients per microbatch).
+        later graphs, or appends it to ``parts``.
         """
         if role.kind == TERM:
             self._add(role.name, x)
         # A known value is the same in all microbatches; a kept one is of this microbatch.
         elif role.kind in (KNOWN, KEPT):
             self.shared[role.name if role.kind == KNOWN else (role.name, at)] = x
-        elif role.kind == "grad":
-            parts.grads.setdefault(role.name, []).append(x)
         else:
-            parts.outputs.setdefault((role.kind, role.index if role.kind == "output" else role.name), []).append(x)
+            self.parts.setdefault(result_key(role), []).append(x)
 
     def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
         """Returns the argument ``port`` for a graph of microbatch ``at``. It comes from ``saved`` (saved by the graph
@@ -155,18 +145,15 @@ class Loops:
         layout = self.program.in_time.get(kind, {}).get(key)
         return x if layout is None or x is None else self.map_ranks(lambda whole: part_of(whole, layout, at), x)
 
-    def _joined(self, parts: Results) -> Results:
-        """Joins the outputs and gradients of the microbatches in ``parts`` to those of the whole step, and returns
-        them. Clears sums and kept results.
+    def _joined(self) -> Results:
+        """Joins the outputs and gradients of the microbatches to those of the whole step, and returns them. Clears what
+        is stored.
         """
-        self.sums, self.shared = {}, {}
-        joined = Results()
-        for key, values in parts.outputs.items():
-            layout = self.program.in_time["outputs"].get(key[1]) if key[0] == "output" else None
-            joined.outputs[key] = self._join(values, layout)
-        for name, values in parts.grads.items():
-            joined.grads[name] = self._join(values, self.program.in_time["inputs"].get(name))
-        return joined
+        outputs, inputs = self.program.in_time["outputs"], self.program.in_time["inputs"]
+        layouts = {("output", index): layout for index, layout in outputs.items()}
+        layouts |= {("grad", name): layout for name, layout in inputs.items()}
+        parts, self.parts, self.sums, self.shared = self.parts, {}, {}, {}
+        return {key: self._join(values, layouts.get(key)) for key, values in parts.items()}
 
     def _join(self, values: list[Any], layout: Layout | None) -> Any:
         """Concatenates ``values``, an output or gradient of each microbatch, along the dim that ``layout`` splits into
@@ -177,58 +164,43 @@ class Loops:
         return self.map_ranks(lambda *parts: join_parts(parts, layout), *values)
 
 
-class Step(Protocol):
-    """Interface: runs the graphs of one step in microbatches. Implemented by `Loops`, and in a simulation by the
-    ranks of a pipeline.
-    """
-
-    @property
-    def map_ranks(self) -> Map:
-        """A function that applies a function of tensors to values. A value is a tensor, or in a simulation one tensor
-        per rank: the function is then applied to each.
-        """
-
-    def train(self, tangents: Mapping[int, Any]) -> Results:
-        """Runs forward and backward of each microbatch; ``tangents``: output index -> gradient."""
-
-    def infer(self) -> Results:
-        """Runs the forward of each microbatch, without gradients; returns the outputs."""
-
-
 class Microstep:
     """One call of a program in microbatches: holds its outputs, and the gradients for a backward that may follow.
 
     Args:
         program: the program.
-        loops: returns the `Loops` of a program on the inputs of the call.
+        run_step: as `Loops.run_step`, for the inputs of the call, of a program given as the first argument.
         grad: whether a backward may follow. The call computes the gradients of the program's loss then.
+        map_ranks: as in `Loops`.
         everywhere: turns a tensor into a value (see `Loops.map_ranks`): in a simulation, a copy per rank.
     """
 
     def __init__(
         self,
         program: Executable,
-        loops: Callable[[Executable], Step],
+        run_step: Callable[[Executable, bool, Mapping[int, Any]], Results],
         grad: bool,
+        map_ranks: Map,
         everywhere: Callable[[Tensor], Any] = lambda x: x,
     ) -> None:
-        self.program, self.loops, self.trains = program, loops, grad and program.trains
-        self._grads: dict[str, Any] | None = None
+        self.program, self.run_step, self.trains = program, run_step, grad and program.trains
+        self.map_ranks = map_ranks
+        self._grads: Results | None = None
         # Gradients of a loss are computed at once, for tangent 1: a backward scales them by its tangent.
         if self.trains and program.loss is not None:
             ports = (port for half in program.step() for port in half.takes)  # also of loops before the forward
             like = next(port.example for port in ports if port.role.kind == "tangent")
             tangent = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
-            results = loops(program).train({program.loss: tangent})
-            self._grads = results.grads
+            self._outputs = run_step(program, True, {program.loss: tangent})
+            self._grads = _take_gradients(self._outputs)
         else:
             # If loops before the forward depend on gradients, a variant of the program without gradients infers.
-            results = loops(program.using(frozenset()) if program.opens_backward else program).infer()
-        self._outputs = results.outputs
+            variant = program.using(frozenset()) if program.opens_backward else program
+            self._outputs = run_step(variant, False, {})
 
     def output(self, role: Role) -> Any:
         """Returns the output, or the new value of a buffer, that ``role`` names. None if it is not a tensor."""
-        return self._outputs.get((role.kind, role.index if role.kind == "output" else role.name))
+        return self._outputs.get(result_key(role))
 
     def has_gradients(self, used: Iterable[int]) -> bool:
         """Returns whether forward has already computed the gradients that a backward of the outputs with indices
@@ -236,9 +208,9 @@ class Microstep:
         """
         return self._grads is not None and set(used) == {self.program.loss}
 
-    def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> dict[str, Any]:
-        """Returns the gradients of parameters and inputs by name, for given ``tangents`` (output index -> gradient).
-        Runs the microbatches again if forward has not kept what is needed.
+    def grads(self, tangents: Mapping[int, Any], keeps: bool = True) -> Results:
+        """Returns the gradients of parameters and inputs, by ("grad", name), for given ``tangents`` (output index ->
+        gradient). Runs the microbatches again if forward has not kept what is needed.
 
         Args:
             keeps: whether another backward may follow; if not, each gradient is freed when it is scaled.
@@ -247,19 +219,23 @@ class Microstep:
         if not self.has_gradients(used) or self._grads is None:
             if self._grads is not None:
                 _warn_of_outputs(used - {program.loss})
-            return self.loops(program.using(used)).train(tangents).grads
+            return _take_gradients(self.run_step(program.using(used), True, tangents))
         (factor,) = tangents.values()
-        map_ranks = self.loops(program).map_ranks
 
         def scaled(grad: Tensor, by: Tensor) -> Tensor:
             # Not in place: gradients may share memory, with each other and with tensors of the user.
             return grad * by.reshape(()).to(grad.device)
 
         grads = {}
-        for name in list(self._grads):
-            grad = self._grads[name] if keeps else self._grads.pop(name)
-            grads[name] = None if grad is None else map_ranks(scaled, grad, factor)
+        for key in list(self._grads):
+            grad = self._grads[key] if keeps else self._grads.pop(key)
+            grads[key] = None if grad is None else self.map_ranks(scaled, grad, factor)
         return grads
+
+
+def _take_gradients(results: Results) -> Results:
+    """Removes the gradients from ``results``, and returns them."""
+    return {key: results.pop(key) for key in list(results) if key[0] == "grad"}
 
 
 def _warn_of_outputs(indices: frozenset[int | None]) -> None:

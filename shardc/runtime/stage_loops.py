@@ -66,10 +66,10 @@ class StageLoops(Loops):
         super().__post_init__()
         self.copies: dict[str, Any] = {}  # parameters of other stages
 
-    def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+    def run_step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
         if self.prepare is not None:
             self.prepare(training)
-        results = Results()
+        results: Results = {}
         for _ in self.steps(training, tangents, results):
             raise AssertionError("a rank waits for others that run in its own thread")
         return results
@@ -78,40 +78,43 @@ class StageLoops(Loops):
         """Runs this rank's part of a step as a generator, and fills ``results`` in place. Yields while a message has
         not arrived, so that a simulation can run other ranks.
         """
-        actions = self.program.actions(self.rank, training)
+        program = self.program
+        actions = program.actions(self.rank, training)
         self.link.begin(actions)
-        parts = Results()
-        received = self.program.received(self.rank, training)
-        for action, last_used, before in zip(
-            actions, self.program.last_uses(self.rank, training), received, strict=True
-        ):
+        last_uses, received = program.last_uses(self.rank, training), program.received(self.rank, training)
+        for action, last_used, received_before in zip(actions, last_uses, received, strict=True):
             if isinstance(action, Run):
-                half, at = action.half, action.microbatch
-                keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
-                saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
-                feed = [self._value(port, at, saved, tangents) for port in half.takes]
-                saved.clear()
-                self._free(last_used)  # a graph frees what it takes
-                for role, x in zip(half.gives, self.run(half, feed), strict=True):
-                    if role.kind == "saved":
-                        self.shared[saved_key(half, role.name, at)] = x
-                    else:
-                        self._keep(role, x, at, parts)
+                self._run_graph(action, last_used, tangents)
             elif action.source == self.rank:
                 pairs = zip(action.keys, action.examples, strict=True)
-                self.link.send(action, [self._sent(key, example, parts) for key, example in pairs])
+                self.link.send(action, [self._sent(key, example) for key, example in pairs])
                 self._free(last_used)
             else:
                 while not self.link.arrived(action):
                     yield
-                for key, x in zip(action.keys, self.link.receive(action, before), strict=True):
-                    self._store_received(key, x, parts)
+                for key, x in zip(action.keys, self.link.receive(action, received_before), strict=True):
+                    self._store_received(key, x)
         self.link.finish()
-        joined = self._joined(parts)
-        results.outputs, results.grads = joined.outputs, joined.grads
+        results |= self._joined()
         if training and self.absent is not None:
-            others = self.program.stage_runs(True).grads.items()
-            results.grads |= {name: self.absent(like) for name, (rank, like) in others if rank != self.rank}
+            grads = program.stage_runs(True).grads.items()
+            results |= {("grad", name): self.absent(like) for name, (rank, like) in grads if rank != self.rank}
+
+    def _run_graph(self, run: Run, last_used: Iterable[Key], tangents: Mapping[int, Any]) -> None:
+        """Runs a graph for a microbatch and stores its results. Before it starts, the values ``last_used`` are dropped:
+        the graph then has the only reference to them, and frees what it has read.
+        """
+        half, at = run.half, run.microbatch
+        keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
+        saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
+        feed = [self._value(port, at, saved, tangents) for port in half.takes]
+        saved.clear()
+        self._free(last_used)
+        for role, x in zip(half.gives, self.run(half, feed), strict=True):
+            if role.kind == "saved":
+                self.shared[saved_key(half, role.name, at)] = x
+            else:
+                self._store(role, x, at)
 
     def _free(self, keys: Iterable[Key]) -> None:
         """Drops the values ``keys``, (kind, name, microbatch), which are not read again."""
@@ -121,7 +124,7 @@ class StageLoops(Loops):
             else:
                 self.shared.pop(key, None)
 
-    def _sent(self, key: Key, example: Value, parts: Results) -> Any:
+    def _sent(self, key: Key, example: Value) -> Any:
         """Returns the value to send to another stage for ``key`` (kind, name, microbatch). It is a kept value, a sum,
         a parameter, or a result in ``parts``.
         """
@@ -132,12 +135,10 @@ class StageLoops(Loops):
             return self._total(name)
         if kind == "param":
             return self.argument(Port(Role(kind, name), name, example), 0)
-        return parts.grads[name][at] if kind == "grad" else parts.outputs[kind, name][at]
+        return self.parts[kind, name][at]
 
-    def _store_received(self, key: Key, x: Any, parts: Results) -> None:
-        """Stores ``x``, which another stage has sent, by its ``key`` (kind, name, microbatch). Gradients and outputs
-        go to ``parts``, the others to attributes of this object.
-        """
+    def _store_received(self, key: Key, x: Any) -> None:
+        """Stores ``x``, which another stage has sent, by its ``key`` (kind, name, microbatch)."""
         kind, name, _ = key
         if kind == TRANSFER:
             self.shared[key] = x
@@ -145,16 +146,14 @@ class StageLoops(Loops):
             self.sums[name] = [x] if self.program.reduce[name] == GATHER else x
         elif kind == "param":
             self.copies[name] = x
-        elif kind == "grad":
-            parts.grads.setdefault(name, []).append(x)
         else:
-            parts.outputs.setdefault((kind, name), []).append(x)
+            self.parts.setdefault((kind, name), []).append(x)
 
-    def _keep(self, role: Role, x: Any, at: int, parts: Results) -> None:
+    def _store(self, role: Role, x: Any, at: int) -> None:
         if role.kind == TRANSFER:
             self.shared[TRANSFER, role.name, at] = x
         else:
-            super()._keep(role, x, at, parts)
+            super()._store(role, x, at)
 
     def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
         role = port.role

@@ -1,4 +1,4 @@
-"""`PipelineRanks`: simulates all ranks of a pipeline in one process. It runs each rank's list of actions (graphs,
+"""`run_pipeline_step`: simulates all ranks of a pipeline in one process. It runs each rank's list of actions (graphs,
 messages) as far as messages have arrived, in turn.
 """
 
@@ -42,46 +42,30 @@ class Wires:
     def finish(self) -> None: ...
 
 
-@dataclass
-class PipelineRanks:
-    """Runs a pipeline's step in one process: takes turns between ranks, each of which runs the graphs of its stages.
+def run_pipeline_step(
+    program: Executable, loops: Callable[..., StageLoops], training: bool, tangents: Mapping[int, Any]
+) -> Results:
+    """Runs a pipeline's step in one process, and returns its results: takes turns between ranks, each of which runs the
+    graphs of its stages until it waits for a message.
 
     Args:
         program: the program.
         loops: returns the `StageLoops` of a rank: ``loops(rank=0, link=link)``.
+        training, tangents: as in `Loops.run_step`.
     """
-
-    program: Executable
-    loops: Callable[..., StageLoops]
-
-    def __post_init__(self) -> None:
-        self.wires = Wires()
-        self.ranks = [self.loops(rank=rank, link=self.wires) for rank in range(self.program.stage_ranks)]
-        self.map_ranks = self.ranks[0].map_ranks
-
-    def train(self, tangents: Mapping[int, Any]) -> Results:
-        """Runs forward and backward of each microbatch; ``tangents``: gradients of outputs by index."""
-        return self._step(True, tangents)
-
-    def infer(self) -> Results:
-        """Runs the forward of each microbatch, without gradients; returns the outputs."""
-        return self._step(False, {})
-
-    def _step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
-        """Runs all ranks in turns, each until it waits for a message. Returns the results of the whole step."""
-        results = [Results() for _ in self.ranks]
-        running = {rank: loops.steps(training, tangents, results[rank]) for rank, loops in enumerate(self.ranks)}
-        while running:
-            before = self.wires.moved
-            # Each rank runs until it waits for a message; `self` is the default that says that it has ended.
-            ended = [rank for rank, steps in running.items() if next(steps, self) is self]
-            for rank in ended:
-                del running[rank]
-            progress = ended or self.wires.moved > before
-            assert progress, f"ranks {sorted(running)} of the pipeline wait for each other"
-        assert not any(self.wires.queues.values()), f"messages that no rank received: {self.wires.queues}"
-        # Outputs have been sent to all ranks; gradients of a parameter are on the rank that stores it.
-        first = results[0]
-        for other in results[1:]:
-            first.grads |= other.grads
-        return first
+    wires = Wires()
+    # Outputs are sent to all ranks; gradients of a parameter are on the rank that stores it.
+    results: Results = {}
+    running = {
+        rank: loops(rank=rank, link=wires).steps(training, tangents, results) for rank in range(program.stage_ranks)
+    }
+    while running:
+        moved_before = wires.moved
+        # Each rank runs until it waits for a message; `wires` is the default that says that it has ended.
+        ended = [rank for rank, steps in running.items() if next(steps, wires) is wires]
+        for rank in ended:
+            del running[rank]
+        progress = ended or wires.moved > moved_before
+        assert progress, f"ranks {sorted(running)} of the pipeline wait for each other"
+    assert not any(wires.queues.values()), f"messages that no rank received: {wires.queues}"
+    return results

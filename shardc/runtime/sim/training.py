@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -19,11 +19,11 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds, targets_last
-from shardc.runtime.loops import Loops, Microstep, Step
+from shardc.runtime.loops import Argument, Loops, Microstep, Results
 from shardc.runtime.routing import Loads, check_loads, loads_of
 from shardc.runtime.shards import flat_index, same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
-from shardc.runtime.sim.pipeline_ranks import PipelineRanks
+from shardc.runtime.sim.pipeline_ranks import run_pipeline_step
 from shardc.runtime.stage_loops import StageLoops
 from shardc.runtime.storage import cut, shard_tensor
 
@@ -87,13 +87,13 @@ class Simulation:
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
         if program.microbatches > 1:
-            step = self._microstep(program, fed, grad)
+            step = self._run_microbatches(program, fed, grad)
             self._check_loads()
             results = [step.output(role) for role in program.outputs]
             self._saved = (program, step) if step.trains else None
         else:
-            half = program.step(training=grad)[0]
-            results = self._run(half, self._feed(half, fed))
+            half, argument = program.step(training=grad)[0], self._arguments(program, fed)
+            results = self._run(half, [argument(port, 0) for port in half.takes])
             # In training, the backward checks them, as on real ranks.
             if half.phase != FORWARD:
                 self._check_loads()
@@ -137,56 +137,83 @@ class Simulation:
                     fix="remove it, or step the module on the ranks of a DeviceMesh",
                 )
         program, saved = self._saved
-        layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
-        gradients = iter(tangents)
         if isinstance(saved, Microstep):
             dtypes = program.tangents
         else:
             takes = program.half(BACKWARD).takes
             dtypes = {port.role.index: port.example.dtype for port in takes if port.role.kind == "tangent"}
+        shards = self._tangent_shards(program, dtypes, tangents)
+        for at, counter, version in self._changes:
+            if counter._version != version and not shards.keys().isdisjoint(program.returned[at].read_by):
+                raise modified(at, counter, version)
+        if isinstance(saved, Microstep):
+            grads = saved.grads(shards)
+        else:
+            # If only some outputs have gradients, the backward is a graph of its own.
+            half = program.half(frozenset(shards) if len(shards) < len(dtypes) else BACKWARD)
+            feed: list[Any] = [
+                shards[port.role.index] if port.role.kind == "tangent" else saved[port.name] for port in half.takes
+            ]
+            results = self._run(half, feed)
+            self._check_loads()
+            grads = {(role.kind, role.name): x for role, x in zip(half.gives, results, strict=True)}
+        for (kind, name), grad in grads.items():
+            if kind == "grad" and grad is not None and name in self.params:
+                before = self.grads.get(name)
+                self.grads[name] = list(grad) if before is None else [a + b for a, b in zip(before, grad, strict=True)]
+
+    def _tangent_shards(
+        self, program: Executable, dtypes: Mapping[int, torch.dtype], tangents: Sequence[Tensor | None]
+    ) -> dict[int, PerRank]:
+        """Returns the gradients of outputs that `backward` was given, or those of its default loss: index of an output
+        -> shard per rank. Outputs that the loss does not use are left out.
+
+        Args:
+            dtypes: index of each output that has a gradient -> dtype of the gradient.
+            tangents: the arguments of `backward`.
+        """
         if tangents and len(tangents) < len(dtypes):
             raise InputError(
                 f"{len(dtypes)} outputs have gradients, but {len(tangents)} were given",
                 fix="pass one for each, None for an output that the loss does not use",
             )
+        layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
         scalars = [index for index in dtypes if layouts[index].ndim == 0]
         if not tangents and len(scalars) > 1:
             raise InputError(
                 f"{len(scalars)} of the outputs are scalars, and any of them may be the loss",
                 fix="pass a gradient for each output that has one: torch.tensor(1.0) for the loss, None for the others",
             )
-        shards: dict[int, PerRank | None] = {}
-        for index, dtype in dtypes.items():
-            layout = layouts[index]
-            is_used = not tangents and (layout.ndim == 0 or not scalars)
-            whole = next(gradients, torch.ones(layout.shape, dtype=dtype) if is_used else None)
-            shards[index] = None if whole is None else self.ranks.shard(whole, layout)
-        used = frozenset(index for index, x in shards.items() if x is not None)
-        for at, counter, version in self._changes:
-            if counter._version != version and used.intersection(program.returned[at].read_by):
-                raise modified(at, counter, version)
-        if isinstance(saved, Microstep):
-            grads = saved.grads({index: x for index, x in shards.items() if x is not None})
+        if tangents:
+            gradients = dict(zip(dtypes, tangents, strict=False))
         else:
-            # If only some outputs have gradients, the backward is a graph of its own.
-            half = program.half(used) if len(used) < len(shards) else program.half(BACKWARD)
-            feed: list[Any] = [
-                shards[port.role.index] if port.role.kind == "tangent" else saved[port.name] for port in half.takes
-            ]
-            results = self._run(half, feed)
-            self._check_loads()
-            grads = {role.name: x for role, x in zip(half.gives, results, strict=True) if role.kind == "grad"}
-        for name, grad in grads.items():
-            if grad is not None and name in self.params:
-                before = self.grads.get(name)
-                self.grads[name] = list(grad) if before is None else [a + b for a, b in zip(before, grad, strict=True)]
+            gradients = {at: torch.ones(layouts[at].shape, dtype=dtypes[at]) for at in scalars or dtypes}
+        return {index: self.ranks.shard(x, layouts[index]) for index, x in gradients.items() if x is not None}
 
-    def _microstep(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
+    def _run_microbatches(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
         """Runs a step of ``program`` in microbatches, on shards of the inputs by name. Returns outputs and gradients
         as a `Microstep`.
         """
-        key, ranks, buffers = draw_key(), range(self.mesh.ranks), dict(self.buffers)
+        argument = self._arguments(program, inputs)
+
+        def map_ranks(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
+            return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
+
+        def run_step(program: Executable, training: bool, tangents: Mapping[int, Any]) -> Results:
+            if program.stage_ranks:
+                loops = partial(StageLoops, program, self._run, argument, inputs, map_ranks)
+                return run_pipeline_step(program, loops, training, tangents)
+            return Loops(program, self._run, argument, inputs, map_ranks).run_step(training, tangents)
+
+        return Microstep(program, run_step, grad, map_ranks, lambda x: PerRank([x] * self.mesh.ranks))
+
+    def _arguments(self, program: Executable, inputs: dict[str, PerRank]) -> Argument:
+        """Returns a function (port, microbatch) -> argument of the graphs of ``program``, as a value per rank. It is
+        for one call on ``inputs`` (by name), and also serves a repeated run of that call.
+        """
+        ranks, buffers = range(self.mesh.ranks), dict(self.buffers)
         timed = self.mesh.timed(program.microbatches)
+        key = cache(draw_key)
 
         def argument(port: Port, microbatch: int) -> PerRank:
             role = port.role
@@ -194,18 +221,13 @@ class Simulation:
                 # The axis of microbatches is the last, the fastest one of the mesh `timed`.
                 places = (rank * program.microbatches + microbatch for rank in ranks)
                 return PerRank(torch.tensor([flat_index(timed, tuple(role.name.split(",")), at)]) for at in places)
-            stored = self.params if role.kind == "param" else buffers
-            return PerRank([key for _ in ranks] if role.kind == "key" else stored[role.name])
+            if role.kind == "key":
+                return PerRank(key() for _ in ranks)
+            if role.kind == "input":  # one that is no tensor is the example
+                return inputs.get(role.name, PerRank([port.example] * self.mesh.ranks))
+            return PerRank((self.params if role.kind == "param" else buffers)[role.name])
 
-        def map_ranks(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
-            return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
-
-        def loops(program: Executable) -> Step:
-            if program.stage_ranks:
-                return PipelineRanks(program, partial(StageLoops, program, self._run, argument, inputs, map_ranks))
-            return Loops(program, self._run, argument, inputs, map_ranks)
-
-        return Microstep(program, loops, grad, lambda x: PerRank(x for _ in ranks))
+        return argument
 
     def _run(self, half: Half, feed: list[Any]) -> list[PerRank | None]:
         """Runs the graph ``half`` on all ranks. Arguments (``feed``) and results have one value per rank."""
@@ -252,19 +274,3 @@ class Simulation:
     def _whole(self, shards: Sequence[Tensor], name: str) -> Tensor:
         """Returns the unsharded tensor, without padding, of the ``shards`` of parameter ``name`` or of its gradient."""
         return cut(self.ranks.assemble(shards, self.storages[name]), self._shapes[name])
-
-    def _feed(self, half: Half, inputs: dict[str, PerRank]) -> list[Any]:
-        """Returns the arguments of graph ``half``, each as a list of its values by rank. ``inputs`` has the inputs of
-        the call by name.
-        """
-        feed: list[Any] = []
-        for role, example in ((port.role, port.example) for port in half.takes):
-            if role.kind == "coordinate":
-                feed.append(self.ranks.coordinate(tuple(role.name.split(","))))
-            elif role.kind == "key":
-                feed.append([draw_key()] * self.mesh.ranks)
-            elif role.kind == "input":
-                feed.append(inputs.get(role.name, [example] * self.mesh.ranks))
-            else:
-                feed.append((self.params if role.kind == "param" else self.buffers)[role.name])
-        return feed
