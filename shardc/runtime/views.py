@@ -25,7 +25,7 @@ from shardc.ir.executable import Executable, Half
 from shardc.ir.layout import Layout
 from shardc.ir.returned import Returned
 
-Op = Callable[[Tensor], PyTree]
+Op = Callable[[Any], PyTree]  # a view op: takes a tensor, or as `getitem` the results of an op such as ``split``
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides and offset within memory
 
 
@@ -161,83 +161,146 @@ def views_of(
         feed: inputs of the run.
         dtensors: whether outputs become DTensors, which are never views of each other.
     """
-    nodes: list[fx.node.Argument] = [node for _, node in ir.outputs(half.graph)][: len(program.outputs)]
-    at_index = {role.index: at for at, role in enumerate(program.outputs) if role.kind == "output"}
-    returned = {
-        at: program.returned[index]
-        for index, at in at_index.items()
-        if isinstance(outputs[at], Tensor) and program.returned[index].same is None
-    }
-    takes = {(port.role.kind, port.role.name): at for at, port in enumerate(half.takes)}
-    placeholders = ir.placeholders(half.graph)
-    layouts = dict(program.inputs)
-    axes = {at: _axes(role.layout) for at, role in enumerate(program.outputs)}
-    views: dict[int, View] = {}
-    by_unreturned_memory: dict[int, list[int]] = {}  # outputs that share a memory that is no output or input
-    stray: set[int] = set()
+    return _Search(program, half, differentiable, outputs, feed, dtensors).views_and_bases()
 
-    def add(view: View, source: Tensor, fits: bool) -> None:
-        """Adds ``view`` to ``views`` if ``fits`` is true, outputs are not DTensors, and the view ops of ``view`` also
-        work on the local tensor ``source``. Otherwise adds the output to ``stray``, the outputs that are not views
-        here.
+
+@dataclass
+class _Search:
+    """The search of `views_of`, whose arguments it has.
+
+    Attributes:
+        nodes: node of each output.
+        at_index: index of an output of the model -> its position.
+        returned: position of an output that is a tensor -> how one device returns it. An output that is returned twice
+            is there once.
+        takes: (kind, name) of an argument of the graph -> its position.
+        axes: position of an output -> mesh axes of its layout.
+        views, bases: those that the search has found so far.
+        copies: positions of outputs that share memory with another tensor on one device and are no views here.
+    """
+
+    program: Executable
+    half: Half
+    differentiable: Collection[int]
+    outputs: Sequence[Any]
+    feed: Sequence[Any]
+    dtensors: bool
+
+    def __post_init__(self) -> None:
+        roles = self.program.outputs
+        self.nodes: list[Any] = [node for _, node in ir.outputs(self.half.graph)][: len(roles)]
+        self.at_index = {role.index: at for at, role in enumerate(roles) if role.kind == "output"}
+        returned = {at: self.program.returned[index] for index, at in self.at_index.items()}
+        self.returned = {at: x for at, x in returned.items() if isinstance(self.outputs[at], Tensor) and x.same is None}
+        self.takes = {(port.role.kind, port.role.name): at for at, port in enumerate(self.half.takes)}
+        self.axes = {at: _axes(role.layout) for at, role in enumerate(roles)}
+        self.views: dict[int, View] = {}
+        self.bases: list[Base] = []
+        self.copies: set[int] = set()
+
+    def views_and_bases(self) -> Views:
+        """Runs the search."""
+        by_unreturned_memory: dict[int, list[int]] = {}  # outputs that share a memory that is no output or argument
+        for at, output in self.returned.items():
+            if output.of_output is not None:
+                source = self.at_index[output.of_output]
+                detached = at not in self.differentiable and source in self.differentiable
+                self._add_view(at, source, False, detached, self.axes[at] == self.axes[source])
+            elif output.of is not None:
+                self._add_view_of_argument(at, output, output.of)
+            else:
+                by_unreturned_memory.setdefault(output.first, []).append(at)
+        for group in by_unreturned_memory.values():
+            self._add_views_of_unreturned(group)
+        read_only = self._read_only()
+        for at in self.copies - read_only:  # they do not overlap
+            self.views[at] = View(at, at, False, (), self.returned[at])
+        # A read-only output is the value that the graph returns, and not a view of an argument.
+        views = {at: view for at, view in self.views.items() if at not in read_only or not view.from_feed}
+        count = len(self.program.outputs)
+        read_only |= {count + at for at, base in enumerate(self.bases) if read_only.intersection(base.of)}
+        return Views(tuple(_ordered(views)), tuple(self.bases), frozenset(read_only))
+
+    def _add_view(self, at: int, source: int, from_feed: bool, detached: bool, fits: bool) -> None:
+        """Adds output ``at`` as a view of the tensor at ``source`` (see `View`), if the ops of the graph make it as one
+        from this rank's shard of that tensor; else adds it to ``copies``.
+
+        Args:
+            fits: whether the layouts allow it.
         """
-        if fits and not dtensors and _makes_view(view, source, outputs[view.at]):
-            views[view.at] = view
+        if from_feed:
+            node, value = ir.placeholders(self.half.graph)[source], self.feed[source]
         else:
-            stray.add(view.at)
+            node, value = self.nodes[source], self.outputs[source]
+        ops = _path(self.nodes[at], node)
+        view = View(at, source, from_feed, ops or (), self.returned[at], detached)
+        if fits and ops is not None and not self.dtensors and _makes_view(view, value, self.outputs[at]):
+            self.views[at] = view
+        else:
+            self.copies.add(at)
 
-    # Views of another output, of an input or buffer, or of a tensor that is not returned (grouped below).
-    for at, output in returned.items():
-        if output.of_output is not None:
-            source = at_index[output.of_output]
-            ops = _path(nodes[at], nodes[source])
-            detached = at not in differentiable and source in differentiable
-            view = View(at, source, False, ops or (), output, detached)
-            add(view, outputs[source], ops is not None and axes[at] == axes[source])
-        elif output.of is None:
-            by_unreturned_memory.setdefault(output.first, []).append(at)
-        elif any((kind, output.of) in takes for kind in ("input", "buffer")):
-            kind = "input" if ("input", output.of) in takes else "buffer"
-            source = takes[kind, output.of]
-            ops = _path(nodes[at], placeholders[source])
-            view = View(at, source, True, ops or (), output, at not in differentiable)
-            fits = ops is not None and (kind == "buffer" or axes[at] == _axes(layouts[output.of]))
-            add(view, feed[source], fits)
-        elif dtensors or output.itself or ("param", output.of) not in takes:  # a constant of the program
-            stray.add(at)
+    def _add_view_of_argument(self, at: int, output: Returned, name: str) -> None:
+        """Adds output ``at``, which on one device is a view of the input, buffer, parameter or constant ``name``."""
+        kind = next((kind for kind in ("input", "buffer", "param") if (kind, name) in self.takes), "constant")
+        if kind in ("input", "buffer"):
+            fits = kind == "buffer" or self.axes[at] == _axes(dict(self.program.inputs)[name])
+            self._add_view(at, self.takes[kind, name], True, at not in self.differentiable, fits)
+        elif kind == "constant" or self.dtensors or output.itself:
+            self.copies.add(at)
         # A view of a parameter stays as the graph returns it, if it is in the parameter's memory.
-        elif memory_of(feed[takes["param", output.of]]) != memory_of(outputs[at]):
-            stray.add(at)
-    bases: list[Base] = []
-    # Outputs that share a memory that is not returned: a single one is a plain view, several need a common base.
-    for group in by_unreturned_memory.values():
+        elif memory_of(self.feed[self.takes[kind, name]]) != memory_of(self.outputs[at]):
+            self.copies.add(at)
+
+    def _add_views_of_unreturned(self, group: Sequence[int]) -> None:
+        """Adds the outputs ``group``, which on one device share a memory that is not returned: a single one as a plain
+        view, several as views of a common base.
+        """
         if len(group) == 1:
-            at = group[0]
-            if returned[at].part if dtensors else returned[at].view:
-                views[at] = View(at, at, False, (), returned[at])
-            continue
-        fits = len({axes[at] for at in group}) == 1 and not dtensors
-        base = _base(group, nodes, outputs, differentiable) if fits else None
+            (at,) = group
+            if self.returned[at].part if self.dtensors else self.returned[at].view:
+                self.views[at] = View(at, at, False, (), self.returned[at])
+            return
+        fits = len({self.axes[at] for at in group}) == 1 and not self.dtensors
+        base = self._base(group) if fits else None
         if base is None:
-            stray.update(group)
-            continue
-        source = len(program.outputs) + len(bases)
-        bases.append(base)
+            self.copies.update(group)
+            return
+        source = len(self.program.outputs) + len(self.bases)
+        self.bases.append(base)
         for at, place in zip(group, base.places, strict=True):
-            ops = (partial(_strided_view, place),)
-            detached = at not in differentiable and bool(base.split)
-            views[at] = View(at, source, False, ops, returned[at], detached)
-    # Copies here: if they overlap another output on one device, a write would not reach it, so it is refused.
-    firsts = {returned[at].first for at in stray}
-    read_only = {at for at, output in returned.items() if output.first in firsts and output.overlaps}
-    # An output that is an input of the user is that tensor itself, and may be changed as on one device.
-    read_only.difference_update(at for at, view in views.items() if view.from_feed and view.output.itself)
-    for at in stray - read_only:  # they do not overlap
-        views[at] = View(at, at, False, (), returned[at])
-    # A read-only output is the value that the graph returns, and not a view of an input.
-    views = {at: view for at, view in views.items() if at not in read_only or not view.from_feed}
-    read_only_bases = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
-    return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | read_only_bases))
+            detached = at not in self.differentiable and bool(base.split)
+            self.views[at] = View(at, source, False, (partial(_strided_view, place),), self.returned[at], detached)
+
+    def _base(self, group: Sequence[int]) -> Base | None:
+        """Returns the `Base`: a common tensor from which the outputs at positions ``group`` can be made as views. None
+        if there is none.
+        """
+        paths = [list(filter(ir.is_tensor, _view_chain(self.nodes[at]))) for at in group]
+        common = next((node for node in paths[0] if all(node in path for path in paths)), None)
+        values = [self.outputs[at] for at in group]
+        if common is None or len({x.dtype for x in values}) > 1:
+            return None
+        if len({x.untyped_storage().data_ptr() for x in values}) > 1:  # the graph computed them separately
+            root = torch.empty(ir.value(common).shape, dtype=values[0].dtype, device="meta")
+            through = [_through(self.nodes[at], common, root) for at in group]
+            if [x.shape for x in through] != [x.shape for x in values]:
+                return None
+            values = through
+        start = min(x.storage_offset() for x in values)
+        places = tuple((tuple(x.shape), x.stride(), x.storage_offset() - start) for x in values)
+        # An expanded output has one element at several places, and gradients are split by places.
+        if any(n > 1 and step == 0 for sizes, strides, _ in places for n, step in zip(sizes, strides, strict=True)):
+            return None
+        return Base(tuple(group), places, frozenset(group).intersection(self.differentiable))
+
+    def _read_only(self) -> set[int]:
+        """Returns the positions of outputs that overlap an output in ``copies`` on one device: a write would not reach
+        that one here, so it is refused.
+        """
+        firsts = {self.returned[at].first for at in self.copies}
+        overlapping = {at for at, output in self.returned.items() if output.first in firsts and output.overlaps}
+        # An output that is an input of the user is that tensor itself, and may be changed as on one device.
+        return overlapping - {at for at, view in self.views.items() if view.from_feed and view.output.itself}
 
 
 def _strided_view(place: Place, base: Tensor) -> Tensor:
@@ -275,25 +338,15 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
         yield from of(view)
 
 
-def _view_chain(node: fx.Node) -> Iterator[tuple[fx.Node, Op | None]]:
-    """Walks from ``node`` up a chain of view ops. Yields (node, op) for each: ``op`` computes the node from the node
-    that is yielded next; it is None for the last node.
+def _view_chain(node: fx.Node | None) -> Iterator[fx.Node]:
+    """Yields ``node``, the node that it is a view of, and so on up to a node that is no view. Among them are view ops
+    with several results, such as ``split``.
     """
-    while True:
-        before = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
-        op: Op | None = None
-        if before is None:
-            pass
-        elif node.target is getitem and before.op == "call_function" and _is_view_op(before):
-            # An item of a view op with several results (`split`): the two nodes are one step.
-            op = partial(_one_of, partial(_applied, before.target, before.args[1:], before.kwargs), node.args[1])
-            before = before.args[0]
-        elif _is_view_op(node):
-            op = partial(_applied, node.target, node.args[1:], node.kwargs)
-        yield node, op
-        if op is None:
-            return
-        node = before
+    while node is not None:
+        yield node
+        operand: Any = node.args[0] if node.args else None
+        is_view = _is_view_op(operand) if node.target is getitem else _is_view_op(node)
+        node = operand if is_view else None
 
 
 def _is_view_op(node: fx.Node) -> bool:
@@ -310,24 +363,18 @@ def _applied(op: Callable[..., PyTree], args: Sequence[object], kwargs: Mapping[
     return op(x, *args, **kwargs)
 
 
-def _one_of(op: Op, index: int, x: Tensor) -> Tensor:
-    """Applies ``op``, which has several results, to ``x``; returns result number ``index``."""
-    return op(x)[index]
-
-
 def of_constant(node: fx.node.Argument) -> bool:
     """Whether ``node`` is a view of a constant of its graph."""
-    return isinstance(node, fx.Node) and [x for x, _ in _view_chain(node)][-1].op == "get_attr"
+    return isinstance(node, fx.Node) and [*_view_chain(node)][-1].op == "get_attr"
 
 
 def _path(node: fx.node.Argument, source: fx.Node) -> tuple[Op, ...] | None:
     """Returns the view ops that compute ``node`` from ``source``; None if ``node`` is not a view of ``source``."""
     ops: list[Op] = []
-    for above, op in _view_chain(node) if isinstance(node, fx.Node) else ():
+    for above in _view_chain(node) if isinstance(node, fx.Node) else ():
         if above is source:
             return tuple(reversed(ops))
-        if op is not None:
-            ops.append(op)
+        ops.append(partial(_applied, above.target, above.args[1:], above.kwargs))
     return None
 
 
@@ -339,36 +386,6 @@ def _makes_view(view: View, source: Tensor, value: Tensor) -> bool:
         out = replace(view, detached=False)(source.detach())
     same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and out.shape == value.shape and out.dtype == value.dtype
-
-
-def _base(
-    group: Sequence[int], nodes: Sequence[fx.node.Argument], outputs: Sequence[Any], gradients: Collection[int]
-) -> Base | None:
-    """Returns the `Base`: a common tensor from which the outputs at positions ``group`` can be made as views. None if
-    there is none.
-
-    Args:
-        group: positions of the outputs.
-        nodes: node of each output.
-        gradients: positions of outputs that have gradients.
-    """
-    paths = [[node for node, _ in _view_chain(nodes[at])] for at in group]
-    common = next((node for node in paths[0] if all(node in path for path in paths)), None)
-    values = [outputs[at] for at in group]
-    if common is None or len({x.dtype for x in values}) > 1:
-        return None
-    if len({x.untyped_storage().data_ptr() for x in values}) > 1:  # the graph computed them separately
-        root = torch.empty(ir.value(common).shape, dtype=values[0].dtype, device="meta")
-        through = [_through(nodes[at], common, root) for at in group]
-        if [x.shape for x in through] != [x.shape for x in values]:
-            return None
-        values = through
-    start = min(x.storage_offset() for x in values)
-    places = tuple((tuple(x.shape), x.stride(), x.storage_offset() - start) for x in values)
-    # An expanded output has one element at several places, and gradients are split by places.
-    if any(n > 1 and step == 0 for sizes, strides, _ in places for n, step in zip(sizes, strides, strict=True)):
-        return None
-    return Base(tuple(group), places, frozenset(group).intersection(gradients))
 
 
 def _through(node: fx.Node, source: fx.Node, x: Tensor) -> Tensor:
