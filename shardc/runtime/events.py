@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import attrgetter
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,6 @@ from shardc.ir.code import is_versioned
 from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
-from shardc.runtime.identity_guards import Mode
 from shardc.runtime.shards import fingerprint
 from shardc.runtime.signature import Constant, Like, Signature
 
@@ -112,9 +112,6 @@ def call_event(
     name: str,
     call: Signature,
     leaves: Sequence[object],
-    mode: Mode,
-    grad: bool,
-    inference: bool,
     deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
 ) -> Event:
@@ -125,8 +122,6 @@ def call_event(
         name: name of the module.
         call: signature of the local inputs.
         leaves: pytree leaves of the arguments.
-        mode: mode flags of the model.
-        grad, inference: whether grad mode and inference mode are on.
         deferred: the gradients that are left unreduced.
         row_axes: per tensor, the mesh axes over which ranks may pass different numbers of rows; none by default.
     """
@@ -136,7 +131,8 @@ def call_event(
         for name, x, leaf in zip(call.names, leaves, call.leaves, strict=True)
     ]
     around = [(name.replace("_", " "), _state(value)) for name, value in call.surroundings._asdict().items()]
-    modes = [(field.name, _runs(getattr(mode, field.name))) for field in fields(mode)]
+    modes = [(field.name, _runs(getattr(call.mode, field.name))) for field in fields(call.mode)]
+    gradients = "recorded" if torch.is_grad_enabled() else "not recorded"
     left = ", ".join(sorted(deferred.whole)) or "nothing"
     left += "".join(f", {name} over replicas" for name in sorted(deferred.scattered))
     return Event(
@@ -144,7 +140,7 @@ def call_event(
             ("event", f"call of {name}"),
             *inputs,
             ("input structure", " ".join(str(call.spec).split())),
-            ("gradients", ("recorded" if grad else "not recorded") + ", in inference_mode" * inference),
+            ("gradients", gradients + ", in inference_mode" * torch.is_inference_mode_enabled()),
             ("left unreduced", left),
             *modes,
             *around,

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Sequence
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -212,20 +211,3 @@ def _refuses(model: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     except TypeError as error:
         return str(error)
     return None
-
-
-def examples_of(leaves: Sequence[object], spec: pytree.TreeSpec, shapes: Sequence[tuple[int, ...]]) -> PyTree:
-    """Returns the ``(args, kwargs)`` of a call as examples for a capture: tensors become ``meta`` tensors of the
-    global ``shapes``.
-
-    Args:
-        leaves, spec: pytree leaves and structure of ``(args, kwargs)``.
-    """
-    whole = iter(shapes)
-    examples = [
-        torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-        if isinstance(x, Tensor)
-        else x
-        for x in leaves
-    ]
-    return pytree.tree_unflatten(examples, spec)

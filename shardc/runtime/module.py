@@ -23,11 +23,11 @@ from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.border import as_dtensors
 from shardc.runtime.events import call_event
 from shardc.runtime.forward_calls import Forward, call_around
-from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
+from shardc.runtime.inputs import check_kinds, local_input, local_part, targets_last
 from shardc.runtime.namespace import INSTEAD, OF_WRAPPERS, Namespace
 from shardc.runtime.program_cache import CallCacheEntry
 from shardc.runtime.replicas import compare_inputs
-from shardc.runtime.signature import Signature, TorchGlobalState, call_key, fitting, flattened
+from shardc.runtime.signature import Arguments, Signature, TorchGlobalState, fitting
 from shardc.runtime.state import State
 from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.uneven import Rows, global_rows, row_axes
@@ -173,8 +173,7 @@ class ShardedModule(nn.Module):
             check_conversion(self, fn)
             super()._apply(fn, recurse)
             if self.shardc.spec.groups is not None:
-                spec = self.shardc.spec
-                parameter_checks.renew(self, spec.stored, spec.rank, spec.homes)
+                parameter_checks.renew(self, self.shardc.spec)
         return self
 
 
@@ -213,29 +212,38 @@ def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, 
         return _step(state, args, kwargs)
 
 
-def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """Runs the compiled program on the arguments of a call, this rank's shards, and returns the outputs."""
-    assert state.spec.groups is not None
-    state.check(runs=True)
+def _arguments(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Arguments:
+    """Returns the arguments of a call, with the targets of the loss moved from the keywords to the end of ``args``."""
     if kwargs:
         args, kwargs = targets_last(state.params.view, args, kwargs, state.spec.targets or ())
-    leaves, spec = flattened(args, kwargs)
-    program, rows, compares = _program(state, args, kwargs, leaves, spec)
+    return Arguments.of(args, kwargs)
+
+
+def _call_key(state: State, call: Arguments) -> Hashable | None:
+    """Returns the key of a call in ``state.cache.calls``; None if such calls are not cached."""
+    around = TorchGlobalState.now(state.spec.device)
+    return call.key(state.params.snapshot.mode(), around, state.params.sync.deferred())
+
+
+def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    """Runs the compiled program on the arguments of a call, this rank's shards, and returns the outputs."""
+    groups, device_mesh = state.spec.groups, state.spec.device_mesh
+    assert groups is not None and device_mesh is not None
+    state.check(runs=True)
+    call = _arguments(state, args, kwargs)
+    program, rows, compares = _program(state, call)
     # A step that is to be recorded as a CUDA graph raises here if this program cannot be.
     if state.admits is not None:
         state.admits(program)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    tensors = call.tensors
     if compares:
-        compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), state.spec.groups)
-    assert state.spec.device_mesh is not None
+        compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), groups)
     layouts = [layout for _, layout in program.inputs]
     if state.cache.build.has_own_inputs:
         numbered = state.cache.build.numbered([name for name, _ in program.inputs])
-        tensors = global_rows(program.inputs, tensors, numbered, rows, state.spec.groups)
+        tensors = global_rows(program.inputs, tensors, numbered, rows, groups)
     local = [
-        rows.local(at, x, layout, state.spec.groups)
-        if rows is not None and rows.axes[at]
-        else local_input(x, layout, state.spec.device_mesh)
+        rows.local(at, x, layout, groups) if rows is not None and rows.axes[at] else local_input(x, layout, device_mesh)
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
     ]
     for x, mine, layout in zip(tensors, local, layouts, strict=True):
@@ -249,7 +257,7 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         return outputs
     roles = [role for role in program.outputs if role.kind == "output"]
     flat = program.output_spec.flatten_up_to(outputs)
-    return pytree.tree_unflatten(as_dtensors(flat, roles, state.spec.device_mesh), program.output_spec)
+    return pytree.tree_unflatten(as_dtensors(flat, roles, device_mesh), program.output_spec)
 
 
 def known_program(
@@ -262,10 +270,7 @@ def known_program(
     """
     assert state.spec.groups is not None
     state.check(runs=True)
-    if kwargs:
-        args, kwargs = targets_last(state.params.view, args, kwargs, state.spec.targets or ())
-    around = TorchGlobalState.now(state.spec.device)
-    key = call_key(*flattened(args, kwargs), state.params.snapshot.mode(), around, state.params.sync.deferred())
+    key = _call_key(state, _arguments(state, args, kwargs))
     entry = None if key is None else state.cache.calls.get(key)
     if entry is None or entry.program is None or any(entry.row_axes):
         return None
@@ -274,76 +279,73 @@ def known_program(
     return key, entry.program
 
 
-def _program(
-    state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[object], spec: pytree.TreeSpec
-) -> tuple[Executable, Rows | None, bool]:
+def _program(state: State, call: Arguments) -> tuple[Executable, Rows | None, bool]:
     """Returns (program, row counts, whether to compare inputs) for a call on local inputs. The program is compiled if
     there is none.
-
-    Args:
-        leaves, spec: pytree leaves and structure of ``(args, kwargs)``.
 
     Returns:
         The program; the row counts of the ranks if they differ, else None; whether ranks compare inputs at this call.
     """
-    mode, deferred = state.params.snapshot.mode(), state.params.sync.deferred()
     assert state.spec.groups is not None
-    around = TorchGlobalState.now(state.spec.device)
+    consistency = state.spec.groups.consistency
     # An error was raised since the last call, perhaps at different points on the ranks.
-    if state.spec.groups.consistency.epoch != state.epoch:
-        state.begin_anew(state.spec.groups.consistency.epoch)
-    key = call_key(leaves, spec, mode, around, deferred)
+    if consistency.epoch != state.epoch:
+        state.begin_anew(consistency.epoch)
+    key = _call_key(state, call)
     entry = None if key is None else state.cache.calls.get(key)
     if entry is None:
-        call = state.cache.signature(args, kwargs)
-        axes = _row_axes(state, call, leaves) if state.spec.uneven else ()
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        event = call_event(state.name, call, leaves, mode, *modes, deferred, axes)
-        entry = CallCacheEntry(event, axes)
+        entry = _new_entry(state, call)
         # With dynamic sizes there may be a key for each size; these calls are looked up each time.
         if key is not None and not state.cache.build.dynamic.names:
             state.cache.calls[key] = entry
-    state.spec.groups.consistency.call = entry.event
-    state.spec.groups.consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
+    consistency.call = entry.event
+    consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
     compares = state.turns.due(entry.event.key)
     if state.params.fresh:  # ranks have not compared these values yet
         state.params.compare_values(state.name)
     if any(entry.row_axes):
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        named = zip(state.cache.input_names(args, kwargs), leaves, strict=True)
+        named = zip(state.cache.input_names(call.args, call.kwargs), call.leaves, strict=True)
         names = [name for name, x in named if isinstance(x, Tensor)]
-        rows = Rows.exchanged(names, tensors, entry.row_axes, state.spec.groups, state.spec.device)
+        rows = Rows.exchanged(names, call.tensors, entry.row_axes, state.spec.groups, state.spec.device)
         if not rows.even:
-            return _uneven(state, rows, leaves, spec), rows, compares
+            return _uneven(state, rows, call), rows, compares
     if entry.program is None:
-        with state.spec.groups.consistency.compiles():
-            program = _find_program(state, state.cache.signature(args, kwargs), args, kwargs, leaves, spec)
+        with consistency.compiles():
+            program = _find_program(state, call)
             program.step(torch.is_grad_enabled())
         state.cache.apply_assignments(program)
         entry.program = program
     return entry.program, None, compares
 
 
-def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
+def _new_entry(state: State, call: Arguments) -> CallCacheEntry:
+    """Returns the facts about a call that the cache does not have yet, without its program."""
+    signature = state.cache.signature(call.args, call.kwargs)
+    axes = _row_axes(state, signature, call.tensors) if state.spec.uneven else ()
+    event = call_event(state.name, signature, call.leaves, state.params.sync.deferred(), axes)
+    return CallCacheEntry(event, axes)
+
+
+def _row_axes(state: State, signature: Signature, tensors: list[Tensor]) -> tuple[tuple[str, ...], ...]:
     """Returns, for each tensor of a call, the mesh axes that split its rows (dim 0). It is () for a tensor whose rows
     are not split.
     """
-    tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], state.spec.mesh.ranks
+    ranks = state.spec.mesh.ranks
     # Of sizes that all axes divide, as the question is only which axes split dim 0.
     shapes = [
-        (name, tuple(max(n, 1) * ranks for n in x.shape)) for (name, _), x in zip(call.tensors, tensors, strict=True)
+        (name, tuple(max(n, 1) * ranks for n in x.shape))
+        for (name, _), x in zip(signature.tensors, tensors, strict=True)
     ]
     return row_axes(tensors, state.cache.build.input_layouts(shapes))
 
 
-def _uneven(state: State, rows: Rows, leaves: list[object], spec: pytree.TreeSpec) -> Executable:
+def _uneven(state: State, rows: Rows, call: Arguments) -> Executable:
     """Returns the program for a call in which ranks pass different numbers of rows. It is compiled for the rows of
     all ranks together.
     """
     assert state.spec.groups is not None
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    shapes = rows.totals(_global(rows.names, tensors, state.spec.global_shapes), state.spec.groups)
-    examples = examples_of(leaves, spec, shapes)
+    shapes = rows.totals(_global(rows.names, call.tensors, state.spec.global_shapes), state.spec.groups)
+    examples = call.examples(shapes)
     if state.cache.explicit and not state.cache.lowered(*examples):
         raise InputError(
             f"the ranks' rows make inputs of shapes {[list(shape) for shape in shapes]}, which the module was not "
@@ -354,8 +356,8 @@ def _uneven(state: State, rows: Rows, leaves: list[object], spec: pytree.TreeSpe
         program = state.cache.program_for(*examples)
         program.step(torch.is_grad_enabled())
     state.cache.apply_assignments(program)
-    if not state.spec.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
-                                         role.kind == "output"):  # fmt: skip
+    splits_outputs = any(role.layout and role.layout.shape for role in program.outputs if role.kind == "output")
+    if splits_outputs and not state.spec.dtensor_outputs:
         raise InputError(
             f"ranks pass different numbers of rows ({rows.counts}), and a rank's part of a split output would not "
             "be of its own rows",
@@ -365,39 +367,32 @@ def _uneven(state: State, rows: Rows, leaves: list[object], spec: pytree.TreeSpe
     return program
 
 
-def _find_program(
-    state: State,
-    call: Signature,
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    leaves: list[object],
-    spec: pytree.TreeSpec,
-) -> Executable:
+def _find_program(state: State, call: Arguments) -> Executable:
     """Returns the program for a call with local inputs, compiled if there is none. After `lower` was called, raises
     InputError for a call that fits no program that `lower` compiled (train or eval mode and dynamic sizes may differ).
     """
-    check_kinds(call.names, leaves, values=True)
-    state.cache.mark(call.names, args, kwargs)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    cache, signature = state.cache, state.cache.signature(call.args, call.kwargs)
+    check_kinds(signature.names, call.leaves, values=True)
+    cache.mark(signature.names, call.args, call.kwargs)
 
     def by_plan() -> PyTree:
-        names = [name for name, _ in call.tensors]
-        return examples_of(leaves, spec, _global(names, tensors, state.cache.whole_shapes))
+        names = [name for name, _ in signature.tensors]
+        return call.examples(_global(names, call.tensors, cache.whole_shapes))
 
-    if not state.cache.explicit:
-        return state.cache.program_for(*by_plan())
+    if not cache.explicit:
+        return cache.program_for(*by_plan())
     try:
         # The program that accepts these local shapes says the global ones.
-        shapes = [layout.shape for _, layout in fitting(call, tensors, state.cache.programs).inputs]
+        shapes = [layout.shape for _, layout in fitting(signature, call.tensors, cache.programs).inputs]
     except InputError:
         # A program of dynamic sizes may serve other sizes than those it was lowered for.
-        if not state.cache.build.dynamic.names:
+        if not cache.build.dynamic.names:
             raise
         examples = by_plan()
-        if not state.cache.lowered_but_for_sizes(*examples):
+        if not cache.lowered_but_for_sizes(*examples):
             raise
-        return state.cache.program_for(*examples)
-    return state.cache.program_for(*examples_of(leaves, spec, shapes))
+        return cache.program_for(*examples)
+    return cache.program_for(*call.examples(shapes))
 
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: GlobalShapes) -> list[tuple[int, ...]]:

@@ -51,18 +51,6 @@ class ParamContract:
     placements: tuple[Placement, ...]
 
 
-def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
-    """Maps each parameter name of ``template``, the model at global shapes, to the properties (`ParamContract`) that
-    the parameter must keep.
-    """
-    first: dict[int, str] = {}
-    out = {}
-    for name, param in template.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(param), name)
-        out[name] = ParamContract(owner, tuple(param.shape), stored_placements(storages[owner], view))
-    return out
-
-
 class CheckedParams:
     """Remembers the DTensor specs and devices of parameters that have passed `check`. While these stay the same, the
     parameters need no new check.
@@ -146,9 +134,7 @@ def _moved(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
     return LayoutError(f"parameter {name!r} was moved to {param.device}; {location}", plan_entry=entry, fix=fix)
 
 
-def load_hooks(
-    module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]
-) -> None:
+def load_hooks(module: nn.Module, spec: ShardingSpec) -> None:
     """Registers hooks by which ``load_state_dict`` of ``module`` and its submodules accepts unsharded tensors, and
     DTensors on any mesh.
     """
@@ -156,8 +142,8 @@ def load_hooks(
     for submodule in module.modules():
         owned = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
         if owned and not any(_is_ours(hook) for hook in submodule._load_state_dict_pre_hooks.values()):
-            stored = {key: (storages[name], homes[name]) for key, name in owned.items()}
-            submodule.register_load_state_dict_pre_hook(partial(_load, stored, rank))
+            stored = {key: (spec.stored[name], spec.homes[name]) for key, name in owned.items()}
+            submodule.register_load_state_dict_pre_hook(partial(_load, stored, spec.rank))
 
 
 def _is_ours(hook: object) -> bool:
@@ -219,7 +205,7 @@ def _on_meta(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
+def renew(module: nn.Module, spec: ShardingSpec) -> None:
     """Gives each parameter a padded local buffer again, after ``module.to`` or a similar call has replaced its local
     tensor. The DTensors stay the same objects. A parameter on a wrong device stays there, and `check` will refuse it.
     """
@@ -227,9 +213,9 @@ def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: M
         if isinstance(param, DTensor):
             # `refill` swaps the parameter for a new tensor, which would take the gradient along.
             grad, param.grad = param.grad, None
-            padded, home = padded_local(param, storages[name]), homes[name]
-            # A wrong device is left to `check`.
-            refill(param, home.keep(padded) if padded.device.type == home.place.type else padded, storages[name], rank)
+            storage, home = spec.stored[name], spec.homes[name]
+            padded = padded_local(param, storage)
+            refill(param, home.keep(padded) if padded.device.type == home.place.type else padded, storage, spec.rank)
             param.grad = grad
 
 
@@ -260,7 +246,7 @@ class ParamStore:
         self.view: Any = unsharded(self.owner)
         self.sync.parameters = lambda: self.current_snapshot().parameters
         if self.spec.device_mesh is not None:
-            load_hooks(self.owner, self.spec.stored, self.spec.rank, self.spec.homes)
+            load_hooks(self.owner, self.spec)
             forward_calls.guard(self.owner)
 
     @property
@@ -300,7 +286,13 @@ class ParamStore:
         has several names.
         """
         assert self.spec.param_mesh is not None
-        return contracts(self.spec.template, self.spec.stored, Mesh.of(self.spec.param_mesh))
+        view, storages = Mesh.of(self.spec.param_mesh), self.spec.stored
+        stored_under: dict[int, str] = {}  # id of a parameter -> its first name
+        out = {}
+        for name, param in self.spec.template.named_parameters(remove_duplicate=False):
+            first = stored_under.setdefault(id(param), name)
+            out[name] = ParamContract(first, tuple(param.shape), stored_placements(storages[first], view))
+        return out
 
     def check(self, runs: bool = False) -> None:
         """Raises LayoutError if a parameter is no longer as it was compiled (shape, layout, device, ties). If the

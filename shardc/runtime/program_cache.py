@@ -117,7 +117,7 @@ class ProgramCache:
 
     Attributes:
         programs: programs of fixed sizes; those of dynamic sizes are in ``build.families``.
-        calls: facts about calls by `call_key`.
+        calls: facts about calls by `Arguments.key`.
         explicit: whether `Namespace.lower` was called. A call that was not lowered then raises instead of compiling.
         shapes: (name, local shape) of an input -> its global shape. A local shape alone does not say whether a dim is
             split or, since the axes do not divide it, replicated.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -182,43 +183,69 @@ class Signature:
         return self.spec, tuple(type(x) for x in self.leaves)
 
 
-def call_key(
-    leaves: Sequence[object], spec: pytree.TreeSpec, mode: Mode, surroundings: TorchGlobalState, deferred: Deferred
-) -> Hashable | None:
-    """Returns a hashable key for the program of a call with local inputs; None if such calls cannot be cached.
+class Arguments(NamedTuple):
+    """Arguments of a call, with the targets of the loss last among ``args``.
 
     Args:
-        leaves, spec: pytree leaves and structure of the call's ``(args, kwargs)``.
-        mode: mode of the module's snapshot, which outlives the key: its id is part of the key.
-        surroundings: torch's global settings at the call.
-        deferred: the gradients that are left unreduced.
+        leaves, spec: pytree leaves and structure of ``(args, kwargs)``.
     """
-    described: list[tuple[object, ...]] = []
-    for x in leaves:
-        if isinstance(x, Tensor):
-            # Nested tensors are refused, and marks of dynamic dims read, on the way that cached calls skip.
-            if x.is_nested or hasattr(x, _compat.DYNAMIC_DIMS):
-                return None
-            described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
-        else:
-            described.append((type(x), x))
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    key = spec, tuple(described), id(mode), surroundings, deferred, modes
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
 
-def flattened(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[object], pytree.TreeSpec]:
-    """Flattens a call's arguments like pytree: returns (leaves, structure) of ``(args, kwargs)``. Faster than pytree
-    if no argument is a container.
-    """
-    leaves = [*args, *kwargs.values()]
-    if _LEAVES.issuperset(map(type, leaves)):
-        return leaves, _flat_spec(len(args), *kwargs)
-    return pytree.tree_flatten((args, kwargs))
+    @classmethod
+    def of(cls, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Arguments:
+        """Flattens ``(args, kwargs)`` like pytree; faster than pytree if no argument is a container."""
+        leaves = [*args, *kwargs.values()]
+        if _LEAVES.issuperset(map(type, leaves)):
+            return cls(args, kwargs, leaves, _flat_spec(len(args), *kwargs))
+        return cls(args, kwargs, *pytree.tree_flatten((args, kwargs)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the leaves."""
+        return [x for x in self.leaves if isinstance(x, Tensor)]
+
+    def examples(self, shapes: Sequence[tuple[int, ...]]) -> PyTree:
+        """Returns the ``(args, kwargs)`` as examples for a capture: tensors become ``meta`` tensors of the global
+        ``shapes``.
+        """
+        whole = iter(shapes)
+        examples = [
+            torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+            if isinstance(x, Tensor)
+            else x
+            for x in self.leaves
+        ]
+        return pytree.tree_unflatten(examples, self.spec)
+
+    def key(self, mode: Mode, surroundings: TorchGlobalState, deferred: Deferred) -> Hashable | None:
+        """Returns a hashable key for the program of a call with these local inputs; None if such calls cannot be
+        cached.
+
+        Args:
+            mode: mode of the module's snapshot, which outlives the key: its id is part of the key.
+            surroundings: torch's global settings at the call.
+            deferred: the gradients that are left unreduced.
+        """
+        described: list[tuple[object, ...]] = []
+        for x in self.leaves:
+            if isinstance(x, Tensor):
+                # Nested tensors are refused, and marks of dynamic dims read, on the way that cached calls skip.
+                if x.is_nested or hasattr(x, _compat.DYNAMIC_DIMS):
+                    return None
+                described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
+            else:
+                described.append((type(x), x))
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        key = self.spec, tuple(described), id(mode), surroundings, deferred, modes
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
 
 
 @lru_cache
@@ -246,20 +273,26 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[CacheKey,
     Raises:
         InputError: no program fits; the text is for the one that fits best.
     """
-    errors: list[tuple[int, InputError]] = []
+    names = [name for name, _ in call.tensors]
+    errors: list[tuple[int, InputError]] = []  # (number of checks that a program passed, error of the next check)
     for key, program in reversed(programs.items()):
-        for passed, check in enumerate((_check_structure, _check_constants, _check_tensors)):
-            try:
-                check(call, key.call, program, tensors)
-            except InputError as error:
-                errors.append((passed, error))
-                break
+        passed = 0
+        try:
+            _check_structure(call, key.call)
+            passed = 1
+            values, expected = ([value for _, value in x.constants] for x in (call, key.call))
+            check_constants([name for name, _ in call.constants], values, expected)
+            passed = 2
+            dtypes = [like.dtype for _, like in key.call.tensors]
+            check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)
+        except InputError as error:
+            errors.append((passed, error))
         else:
             return program
-    raise max(errors, key=lambda error: error[0])[1]
+    raise max(errors, key=itemgetter(0))[1]
 
 
-def _check_structure(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
+def _check_structure(call: Signature, expected: Signature) -> None:
     """Raises InputError if ``call`` passes other arguments than ``expected``: another pytree structure, or a tensor
     in place of another value.
     """
@@ -268,20 +301,6 @@ def _check_structure(call: Signature, expected: Signature, program: Executable, 
             f"the call passes {_shown(call)}; the module was lowered for {_shown(expected)}",
             fix="pass the same arguments, or lower the module for these too: module.lower(*examples) at global shapes",
         )
-
-
-def _check_constants(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if an argument that is not a tensor has another value in ``call`` than in ``expected``."""
-    names = [name for name, _ in call.constants]
-    check_constants(names, [value for _, value in call.constants], [value for _, value in expected.constants])
-
-
-def _check_tensors(call: Signature, expected: Signature, program: Executable, tensors: Sequence[Tensor]) -> None:
-    """Raises InputError if one of ``tensors`` does not fit the layout of its input in ``program``, or has another
-    dtype than in the call ``expected``, for which the program was compiled.
-    """
-    names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in expected.tensors]
-    check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)
 
 
 def _shown(signature: Signature) -> str:

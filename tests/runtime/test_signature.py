@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from shardc.runtime.signature import flattened
+from shardc.runtime.signature import Arguments
 
 X = torch.ones(2)
 
@@ -22,7 +22,7 @@ X = torch.ones(2)
     ],
 )  # fmt: skip
 def test_calls_are_flattened_as_by_pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    leaves, spec = flattened(args, kwargs)
+    _, _, leaves, spec = Arguments.of(args, kwargs)
     expected, whole = pytree.tree_flatten((args, kwargs))
     assert [id(x) for x in leaves] == [id(x) for x in expected]
     assert spec == whole and hash(spec) == hash(whole)
