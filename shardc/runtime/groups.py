@@ -30,7 +30,7 @@ import shardc.runtime.gloo.direct  # noqa: F401  (collectives that graphs may ca
 from shardc import _compat
 from shardc.errors import CollectiveError, MeshError
 from shardc.ir import graph as ir
-from shardc.ir.comm import WAIT
+from shardc.ir.comm import WAIT, group_name
 from shardc.ir.comm_volume import GROUP_PREFIX, arguments_of, collective_kind, group_axes
 from shardc.ir.emitted import collective_at
 from shardc.ir.layout import Layout
@@ -195,6 +195,11 @@ class Groups:
             self.rename[GROUP_PREFIX + name] = self.prefix + name
         return self.rename
 
+    def group(self, axes: Axes) -> dist.ProcessGroup:
+        """Returns this rank's process group along ``axes``, created if it does not exist (see `add`)."""
+        name = self.add([axes])[group_name(self._ordered(axes))]
+        return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
     def view(self, layouts: Iterable[Layout]) -> DeviceMesh:
         """Returns a DeviceMesh in which each axis that ``layouts`` split into parts is replaced by one dim per part.
 
@@ -270,8 +275,7 @@ class Groups:
         """Yields (name, this rank's process group along it) of each mesh axis with several ranks."""
         for axis, size in self.mesh.shape:
             if size > 1:
-                name = self.add([(axis,)])[GROUP_PREFIX + axis]
-                yield axis, c10d._resolve_process_group(name)  # type: ignore[arg-type]
+                yield axis, self.group((axis,))
 
     def coordinate(self, axes: Axes, device: torch.device | str | None = None) -> torch.Tensor:
         """Returns this rank's index along ``axes`` (first slowest) as int64 [1], on the mesh's device by default.

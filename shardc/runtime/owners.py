@@ -19,13 +19,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from shardc import _compat
-from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.runtime.gathered import indices_at
 from shardc.runtime.groups import Groups
 from shardc.runtime.owned import Owned
@@ -146,8 +144,7 @@ class Owners:
     @cached_property
     def group(self) -> dist.ProcessGroup:
         """The process group of all ranks of the mesh."""
-        axes = self.groups.mesh.axes
-        return c10d._resolve_process_group(self.groups.add([axes])[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
+        return self.groups.group(self.groups.mesh.axes)
 
     @cached_property
     def ranks(self) -> list[int]:

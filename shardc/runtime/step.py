@@ -21,7 +21,8 @@ from shardc.custom_ops.random import draw_key
 from shardc.errors import BackwardError
 from shardc.ir import graph as ir
 from shardc.ir.certificate import Certificate
-from shardc.ir.comm_volume import GROUP_PREFIX, collective_kind, group_axes
+from shardc.ir.comm import group_name
+from shardc.ir.comm_volume import collective_kind, group_axes
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
@@ -448,7 +449,7 @@ def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
     """
     named = named_groups(graph, groups.mesh)
     registered = groups.add(named.values())
-    rename = {x: registered[GROUP_PREFIX + ",".join(axes)] for x, axes in named.items()}
+    rename = {x: registered[group_name(axes)] for x, axes in named.items()}
     for node in graph.graph.nodes:
         if any(isinstance(x, str) and x in named for x in (*node.args, *node.kwargs.values())):
             node.args = tuple(rename.get(x, x) if isinstance(x, str) else x for x in node.args)

@@ -11,11 +11,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError
-from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import bytes_of, flat_index
@@ -119,8 +117,7 @@ def gather(x: Tensor, groups: Groups, axes: Axes, what: str = "exchange of rows"
     """All-gathers ``x`` along mesh ``axes``. Returns one tensor per rank of the group, in group order; errors call
     the exchange ``what``.
     """
-    rename = groups.add([axes])
-    group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
+    group = groups.group(axes)
     out = [torch.empty_like(x) for _ in range(group.size())]
     with groups.consistency.reduces(what):
         dist.all_gather(out, x, group=group)
