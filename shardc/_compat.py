@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from types import CodeType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from unittest.mock import patch
 from weakref import WeakSet
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 pytree = _pytree  # torch's pytrees
 PyTree: TypeAlias = Any  # tensors and constants in nested lists, tuples, dicts and registered classes
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 StridedShard = _StridedShard  # used by users, but exported with an underscore only
 LazyGraphModule = _LazyGraphModule  # generates its code when first called or shown
 WrappedHook = _WrappedHook
@@ -58,6 +59,14 @@ def new_fake_tensor(
     the time.
     """
     return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def wrapper(cls: type[AnyTensor], like: Tensor, device: torch.device) -> AnyTensor:
+    """Return a tensor of class ``cls`` without memory, with the metadata of ``like`` but for its ``device``."""
+    return Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype,
+        layout=like.layout, device=device,
+    )  # fmt: skip
 
 
 def is_wrapper(x: object) -> bool:

@@ -8,9 +8,9 @@ other uses of an old one are forwarded.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardc._compat import PyTree, pytree
+from shardc._compat import pytree
 from shardc.errors import InputError, ShardcWarning
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -61,13 +59,7 @@ class Replaced(nn.Parameter):
     grad, data = _of_new("grad"), _of_new("data")
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., T],
-        types: object,
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> T:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(cls, _originals.new, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -230,6 +230,6 @@ class _Confine(torch.autograd.Function):
         return grad.redistribute(placements=ctx.placements), None
 
 
-def _spec(x: DTensor, placements: Placements, dtype: torch.dtype | None = None) -> DTensorSpec:
+def _spec(x: DTensor, placements: Placements) -> DTensorSpec:
     """Returns the spec of a tensor of the shape of ``x`` with ``placements``."""
-    return _compat.dtensor_spec(x.device_mesh, placements, TensorMeta(x.shape, x.stride(), dtype or x.dtype))
+    return _compat.dtensor_spec(x.device_mesh, placements, TensorMeta(x.shape, x.stride(), x.dtype))

@@ -8,6 +8,7 @@ optimizers and clipping. Others gather (`dtensor_ops.on_unsharded`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
             "optimizers by their fused kernels",
         )
     if op in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
-        return _norms(op, mesh, *args, **kwargs)
+        return _norms(mesh, *args, **kwargs)
     if draws(op) or "out" in op._schema.overload_name or not _is_elementwise(op):
         return NotImplemented
     like = _operands(op, args, kwargs)
@@ -108,7 +109,8 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
     In place of an operand that the op wrote, the operand is returned.
     """
     operands = {id(x._local_tensor): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
-    result = op(*pytree.tree_map_only(DTensor, _part, args), **pytree.tree_map_only(DTensor, _part, kwargs))
+    local_args, local_kwargs = pytree.tree_map_only(DTensor, attrgetter("_local_tensor"), (args, kwargs))
+    result = op(*local_args, **local_kwargs)
 
     def wrapped(x: Tensor, first: Tensor) -> Tensor:
         if id(x) in operands or not isinstance(first, DTensor):
@@ -126,13 +128,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
     return result
 
 
-def _part(x: DTensor) -> Tensor:
-    """Returns the local tensor of ``x``."""
-    return x._local_tensor
-
-
 def _norms(
-    op: OpOverload,
     mesh: DeviceMesh,
     x: Any,
     order: float = 2,

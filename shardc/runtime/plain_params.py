@@ -6,7 +6,7 @@ A `Shard` is this rank's local tensor. A `WholeParameter` is there during a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from operator import is_
 
@@ -94,7 +94,7 @@ class Shard:
                 into.pop(self.data, None)
                 self._last_read, self._last_written = [], []
             return
-        if _same(state, self._last_read):
+        if _are(state.values(), self._last_read):
             return
         mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
         step = state.get("step")
@@ -111,7 +111,7 @@ class Shard:
             mine: state of the shard by key.
             states: state by parameter, to which the parameter's is written.
         """
-        if not mine or _same(mine, self._last_written):
+        if not mine or _are(mine.values(), self._last_written):
             return
         state = states[self.param]
         for key, x in mine.items():
@@ -245,11 +245,6 @@ class WholeParameter(Shard):
         return self.owner.place(None, x.shape, x.dtype) if x.number is None else x.number.to(x.device)
 
 
-def _are(values: Sequence[object], others: Sequence[object]) -> bool:
+def _are(values: Collection[object], others: Collection[object]) -> bool:
     """Whether ``values`` and ``others`` are the same objects, one by one."""
     return len(values) == len(others) and all(map(is_, values, others))
-
-
-def _same(state: Mapping[str, object], values: Sequence[object]) -> bool:
-    """Whether the values of ``state`` are the same objects as ``values``."""
-    return len(state) == len(values) and all(map(is_, state.values(), values))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,22 +97,7 @@ class _Buckets(TorchFunctionMode):
             return func(*args, **kwargs or {})
 
 
-class _Event(Protocol):
-    """An event of torch's profiler."""
-
-    def name(self) -> str: ...
-
-    def start_ns(self) -> int: ...
-
-    def duration_ns(self) -> int: ...
-
-    def start_thread_id(self) -> int: ...
-
-    def shapes(self) -> list[list[int]]: ...
-
-    def dtypes(self) -> list[str]: ...
-
-    def nbytes(self) -> int: ...
+_Event = Any  # an event of torch's profiler
 
 
 @dataclass(frozen=True)
@@ -166,41 +151,39 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     results: Any = seen.profiler.kineto_results
     events: list[_Event] = sorted(results.events(), key=lambda event: (event.start_ns(), -event.duration_ns()))
     first = events[0].start_ns()
-    calls = [(event, kind) for event in events if (kind := _kind(event.name())) is not None]
-    # Calls of c10d and the messages of gloo that they start are in the same order.
-    messages = [event for event in events if event.name() == "gloo:send"]
-    sends = [event for event in events if event.name() == "c10d::send"]
-    arrivals = [event for event in events if event.name() == "gloo:recv"]
-    receives = [event for event in events if event.name() == "c10d::recv_"]
-    whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
-    backend = [event for event in events if event.name() == "gloo:all_reduce"]
-    # Gloo labels other collectives all_reduce too. If there are more of them than calls, they cannot be matched.
-    backend_event_of = (
-        {id(call): event for call, event in zip(whole, backend, strict=False)} if len(whole) == len(backend) else {}
-    )
-    waits = [event for event in events if event.name() == f"{NAMESPACE}::wait_tensor"]
-    ran = []
-    for event, kind in calls:
-        sent_messages = [m for s, m in zip(sends, messages, strict=True) if _inside(s, event)]
-        received_messages = [m for s, m in zip(receives, arrivals, strict=True) if _inside(s, event)]
-        native = backend_event_of.get(id(event), event)
-        ended = max(_end(e) for e in (event, native, *sent_messages, *received_messages))
-        sent = sum(count * size for count, size in map(_payload, sent_messages)) if sent_messages else None
-        ran.append(Ran(
-            kind, sent, None if sent_messages else _payload(native), (event.start_ns() - first) / 1e9,
-            (ended - first) / 1e9, event.duration_ns() / 1e9,
-        ))  # fmt: skip
+
+    def named(name: str) -> list[_Event]:
+        return [event for event in events if event.name() == name]
 
     def span(event: _Event) -> tuple[float, float]:
         """Returns start and end in seconds since the start of the step."""
         return (event.start_ns() - first) / 1e9, (_end(event) - first) / 1e9
 
+    calls = [(event, kind) for event in events if (kind := _kind(event.name())) is not None]
+    # Calls of c10d and the messages of gloo that they start are in the same order.
+    sends, sent_messages = named("c10d::send"), named("gloo:send")
+    receives, received_messages = named("c10d::recv_"), named("gloo:recv")
+    whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
+    backend = named("gloo:all_reduce")
+    # Gloo labels other collectives all_reduce too. If there are more of them than calls, they cannot be matched.
+    backend_event_of = dict(zip(map(id, whole), backend, strict=True)) if len(whole) == len(backend) else {}
+    ran = []
+    for event, kind in calls:
+        sent = [x for call, x in zip(sends, sent_messages, strict=True) if _inside(call, event)]
+        received = [x for call, x in zip(receives, received_messages, strict=True) if _inside(call, event)]
+        native = backend_event_of.get(id(event), event)
+        start, _ = span(event)
+        end = max(span(x)[1] for x in (event, native, *sent, *received))
+        sent_bytes = sum(count * size for count, size in map(_payload, sent)) if sent else None
+        payload = None if sent else _payload(native)
+        ran.append(Ran(kind, sent_bytes, payload, start, end, event.duration_ns() / 1e9))
+    waits = tuple(map(span, named(f"{NAMESPACE}::wait_tensor")))
     # Those of whole graphs: names of ranges inside of them have a comma.
     ranges = tuple(
         (name, *span(event)) for event in events if (name := event.name()).startswith("shardc ") and "," not in name
     )
     seconds = (max(map(_end, events)) - first) / 1e9
-    return Profiled(tuple(ran), tuple(map(span, waits)), ranges, _peak(events), seconds, first)
+    return Profiled(tuple(ran), waits, ranges, _peak(events), seconds, first)
 
 
 def peak_of(step: Callable[[], object]) -> int:

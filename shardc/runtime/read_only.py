@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -114,26 +114,12 @@ class ReadOnly(Tensor):
     @classmethod
     def of(cls, values: Tensor, shared: Shared) -> ReadOnly:
         """Wraps ``values``, a tensor without autograd history, as an output that raises on writes."""
-        out = Tensor._make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            layout=values.layout,
-            device=values.device,
-        )
+        out = _compat.wrapper(cls, values, values.device)
         out.local, out.shared = values, shared
         return out
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., PyTree],
-        types: object,
-        args: tuple[PyTree, ...] = (),
-        kwargs: dict[str, PyTree] | None = None,
-    ) -> PyTree:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
         """Refuses methods that hand out the memory, and reads the values for methods such as ``numpy`` from a copy."""
         x = args[0] if args else None
         if isinstance(x, ReadOnly):
@@ -149,9 +135,7 @@ class ReadOnly(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: object, args: tuple[PyTree, ...] = (), kwargs: dict[str, PyTree] | None = None
-    ) -> PyTree:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
         kwargs = kwargs or {}
         for x in _written(func, args, kwargs):
             if isinstance(x, ReadOnly):

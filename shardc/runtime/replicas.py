@@ -71,11 +71,11 @@ def compare_values(
     consistency, groups = groups.consistency, groups.whole
     if consistency.alone:
         return
-    mine: dict[str, list[int | None]] = {}
+    mine: dict[str, tuple[int, int | None]] = {}  # fingerprints of the shard, and of what it was cut from
     for key, x in tensors.items():
-        fingerprint = _fingerprint(x)
+        of_shard = _fingerprint(x)
         of_source, of_shard_then = sources.get(key, (None, None))
-        mine[key] = [fingerprint, of_source if of_shard_then == fingerprint else None]
+        mine[key] = of_shard, of_source if of_shard_then == of_shard else None
     listed = "\n".join(
         f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
     )
@@ -83,16 +83,14 @@ def compare_values(
     compared_with = {key: _first_replica(_split(storages.get(key)), groups) for key in tensors}
     answers = consistency.exchange(event, json.dumps(mine), {0, *compared_with.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
-    # A shard must equal that of the first replica; whole tensors that were sharded, those of the first rank.
-    wrong = [
-        (key, rank)
-        for key, (fingerprint, of_source) in mine.items()
-        for rank, other in (
-            (compared_with[key], theirs[compared_with[key]][key][0] == fingerprint),
-            (0, _equal_or_unknown(of_source, theirs[0][key][1])),
-        )
-        if not other
-    ]
+    wrong: list[tuple[str, int]] = []  # (tensor, mesh rank that has other values of it)
+    for key, (of_shard, of_source) in mine.items():
+        # A shard must equal that of the first replica; whole tensors that were sharded, those of the first rank.
+        replica, first_source = compared_with[key], theirs[0][key][1]
+        if theirs[replica][key][0] != of_shard:
+            wrong.append((key, replica))
+        if None not in (of_source, first_source) and of_source != first_source:
+            wrong.append((key, 0))
     outcome = SAME
     if wrong:
         key, rank = wrong[0]
@@ -225,11 +223,6 @@ def _split(storage: Layout | None) -> tuple[str, ...]:
     if storage is None:
         return ()
     return (storage.stages, *storage.bound) if isinstance(storage, OwnedLayout) and storage.ndim else storage.bound
-
-
-def _equal_or_unknown(left: int | None, right: int | None) -> bool:
-    """Whether two fingerprints are equal, or one is None."""
-    return left is None or right is None or left == right
 
 
 def _first_replica(split: tuple[str, ...], groups: Groups) -> int:

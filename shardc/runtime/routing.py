@@ -92,16 +92,14 @@ def check_loads(loads: Loads, any_rank: Callable[[bool], bool] | None = None) ->
     Args:
         any_rank: returns whether a flag is true on any rank, if ranks have the loads of different layers; else None.
     """
-    overfull = next(
-        (each for each in ((name, load, _fullest(load)) for name, load in loads) if each[2] > each[1].rows), None
-    )
-    if overfull is None if any_rank is None else not any_rank(overfull is not None):
+    overfull = [(name, load, most) for name, load in loads if (most := _fullest(load)) > load.rows]
+    if not (bool(overfull) if any_rank is None else any_rank(bool(overfull))):
         return
     fix = 'raise the capacity of shardc.ep(..., dispatch="bounded"), or use dispatch="send", which has no limit'
-    if overfull is None:
+    if not overfull:
         raise InputError("experts of another stage get more rows than their capacity has room for", fix=fix)
     # `Load.most` has the sending rank, too: rows times the number of ranks, plus the rank.
-    name, load, most = overfull
+    name, load, most = overfull[0]
     raise InputError(
         f"{name or 'the model'}: rank {int(load.most) % load.ranks} has {most} rows for the experts of one rank, and "
         f"the capacity leaves room for {load.rows}",

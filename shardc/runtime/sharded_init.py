@@ -17,32 +17,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from shardc import _compat
 from shardc._compat import PyTree, is_inplace
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.ir.op_traits import draws
+from shardc.runtime.gathered import written
 from shardc.runtime.storage import cut, local_indices, padded_local, shard_tensor, take
 
 aten = torch.ops.aten
-W = TypeVar("W", bound=torch.Tensor)
 CPU = torch.device("cpu")
 Read = Callable[[tuple[Sequence[int], ...]], torch.Tensor]
 # Ops that return the same elements in the same order.
 _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
-
-
-def _wrapper(cls: type[W], meta: torch.Tensor) -> W:
-    """Returns a CPU tensor of class ``cls`` without memory, with the metadata of ``meta``."""
-    return torch.Tensor._make_wrapper_subclass(
-        cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
-    )
 
 
 class Lazy(torch.Tensor):
@@ -61,7 +55,7 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, read: Read) -> Lazy:
-        tensor = _wrapper(cls, meta)
+        tensor = _compat.wrapper(cls, meta, CPU)
         tensor.meta, tensor.read = meta, read
         return tensor
 
@@ -75,13 +69,7 @@ class Lazy(torch.Tensor):
         return self.read(tuple(range(size) for size in self.shape))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> PyTree:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
         kwargs = dict(kwargs or {})
         source = args[0]
         if func._schema.is_mutable:
@@ -353,7 +341,7 @@ class Virtual(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, shard: InitShard) -> Virtual:
-        view = _wrapper(cls, meta)
+        view = _compat.wrapper(cls, meta, CPU)
         view.meta, view.init_shard = meta, shard
         return view
 
@@ -379,13 +367,7 @@ class Virtual(torch.Tensor):
         return f"Virtual({self.init_shard.name}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> PyTree:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
         kwargs = kwargs or {}
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
@@ -420,14 +402,10 @@ def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyT
         return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
 
     result = func(*pytree.tree_map_only(Virtual, local, args), **pytree.tree_map_only(Virtual, local, kwargs))
-    written = [
-        arg
-        for arg, spec in zip(args, func._schema.arguments, strict=False)
-        if isinstance(arg, Virtual) and spec.is_write
-    ]
-    for view in written:
+    views = [x for x in written(func, tuple(args), dict(kwargs)) if isinstance(x, Virtual)]
+    for view in views:
         view.init_shard.mark_filled(view)
-    return args[0] if written and written[0] is args[0] else result
+    return args[0] if views and views[0] is args[0] else result
 
 
 def _factory(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> torch.Tensor:

@@ -7,6 +7,7 @@ The simulator uses the first two. A fingerprint is a hash of a tensor, by which 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
@@ -207,14 +208,16 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     if dtype in _SAME_BITS and not layout.partial:
         return assemble([local.view(_SAME_BITS[dtype]) for local in shards], layout).view(dtype)
     terms = prod(mesh.size(axis) for axis, _ in layout.partial)
-    copies: dict[int, list[torch.Tensor]] = {}
+    copies: list[list[torch.Tensor]] = []  # replica -> terms of the global tensor
+    replicas: Counter[int] = Counter()  # index along the axes of the layout -> replicas of that shard so far
     for rank, local in enumerate(shards):
         assert tuple(local.shape) == layout.local_shape, f"rank {rank} holds {tuple(local.shape)}, not that of {layout}"
-        replica = _replica(layout, rank)
-        if replica not in copies:
-            copies[replica] = [local.new_zeros(layout.shape) for _ in range(terms)]
-        copies[replica][_term(layout, rank)][indices(layout, rank)] = local
-    first, *others = (_reduced(whole, layout) for whole in copies.values())
+        index = flat_index(mesh, layout.axes, rank)
+        if replicas[index] == len(copies):
+            copies.append([local.new_zeros(layout.shape) for _ in range(terms)])
+        copies[replicas[index]][_term(layout, rank)][indices(layout, rank)] = local
+        replicas[index] += 1
+    first, *others = (_reduced(whole, layout) for whole in copies)
     for other in others:
         assert same(first, other), f"replicas of {layout} differ"
     return first
@@ -241,16 +244,6 @@ def _term(layout: Layout, rank: int) -> int:
     reductions.
     """
     return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
-
-
-@lru_cache(maxsize=65536)
-def _replica(layout: Layout, rank: int) -> int:
-    """Returns which of the equal copies of a shard ``rank`` holds: the number of lower ranks with the same index
-    along all axes of ``layout``.
-    """
-    mesh = layout.mesh
-    coordinates = [mesh.index(axis, rank) for axis in layout.axes]
-    return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))
 
 
 def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
