@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,19 +19,19 @@ from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import Executable
 from shardc.ir.guards import Guards, Lookup, Values, parse, tracing
 from shardc.ir.layout import Layout
-from shardc.logs import CACHE
+from shardc.logs import CACHE, timed
 from shardc.runtime.events import Event
 from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.host import cheap_garbage_collection
 from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
 from shardc.runtime.inputs import no_targets, takes_loss
-from shardc.runtime.miss_reason import Wanted, compiling, reason
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.routing import Routing
 from shardc.runtime.sharding_spec import ShardingSpec
 from shardc.runtime.signature import CacheKey, Signature, TorchGlobalState
 from shardc.runtime.step import Runner
 
+_SHOWN = 3  # differences in a message
 _MANY_SIZES = 4  # programs of calls that differ in sizes of tensors
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
 
@@ -256,9 +257,10 @@ class ProgramCache:
                 if needs_dumps and compared is not None and compared.from_store:
                     program = self._shown.get(id(compared), (compared, None))[1]
                 if program is None:
-                    wanted = Wanted(call, deferred, self.params.view, self.build.loss)
-                    self._warn_of_unused(wanted)
-                    with cheap_garbage_collection(), compiling(self.programs, wanted):
+                    self._warn_of_unused(call, deferred)
+                    if CACHE.isEnabledFor(logging.INFO):
+                        CACHE.info("miss: %s", self._miss_reason(list(self.programs), call, deferred))
+                    with cheap_garbage_collection(), timed("program"):
                         build, model = self.build, self.params.present()
                         # The store has neither the graphs after each pass nor programs of `no_sync`.
                         if needs_dumps or deferred:
@@ -285,14 +287,34 @@ class ProgramCache:
             self.add(program)
         self._unused = list(self.programs)
 
-    def _warn_of_unused(self, wanted: Wanted) -> None:
-        """Warns, once, that none of the programs that the user loaded fits the call ``wanted``, so that one is
-        compiled.
-        """
+    def _warn_of_unused(self, call: Signature, deferred: Deferred) -> None:
+        """Warns, once, that none of the programs that the user loaded fits a call, so that one is compiled."""
         if self._unused:
-            text = f"no program of precompiled= fits this call, which compiles one: {reason(self._unused, wanted)}"
+            reason = self._miss_reason(self._unused, call, deferred)
             self._unused = []
+            text = f"no program of precompiled= fits this call, which compiles one: {reason}"
             warnings.warn(ShardcWarning(text), stacklevel=4)
+
+    def _miss_reason(self, programs: Sequence[CacheKey], call: Signature, deferred: Deferred) -> str:
+        """Returns, as text, why none of ``programs`` fits a call: how the nearest call that has a program differs, or
+        which value that a capture read has changed.
+
+        Args:
+            programs: their keys, the latest last.
+            call, deferred: the call, and the gradients that it leaves unreduced.
+        """
+        if not programs:
+            return "the first call"
+        latest_first = programs[::-1]
+        for key in latest_first:
+            if key.call == call and key.deferred == deferred:
+                values, was = key.guards.reads.values(self.params.view, self.build.loss), dict(key.guards.values)
+                changed = [f"{name} is {x} and was {was.get(name)}" for name, x in values if was.get(name) != x]
+                return _listed(changed or ["the graphs of each pass are needed, which a stored program lacks"])
+        for key in latest_first:
+            if key.call == call:
+                return f"{len(deferred.names)} gradients stay unreduced and {len(key.deferred.names)} did (no_sync)"
+        return _listed(min((call.differences(key.call) for key in latest_first), key=len))
 
     def _sized(
         self, call: Signature, args: Sequence[PyTree], kwargs: dict[str, PyTree], deferred: Deferred
@@ -378,6 +400,12 @@ class ProgramCache:
         if id(program) not in self.runners:
             self.runners[id(program)] = Runner(program, self.spec, self.params, self.buffers, self.routing)
         return self.runners[id(program)]
+
+
+def _listed(texts: list[str]) -> str:
+    """Joins the first few of ``texts`` to one text. It ends with the number of texts that are left out."""
+    more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
 
 
 def _changing(variants: list[Values]) -> str:

@@ -135,7 +135,7 @@ class ReadOnly(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
         kwargs = kwargs or {}
         for x in _written(func, args, kwargs):
             if isinstance(x, ReadOnly):

@@ -76,32 +76,37 @@ def compare_values(
         of_shard = _fingerprint(x)
         of_source, of_shard_then = sources.get(key, (None, None))
         mine[key] = of_shard, of_source if of_shard_then == of_shard else None
-    listed = "\n".join(
-        f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
-    )
+    stored = {key: f", stored as {storage}" for key, storage in storages.items()}
+    listed = "\n".join(f"{key} of shape {list(x.shape)}, {x.dtype}{stored.get(key, '')}" for key, x in tensors.items())
     event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
     compared_with = {key: _first_replica(_split(storages.get(key)), groups) for key in tensors}
     answers = consistency.exchange(event, json.dumps(mine), {0, *compared_with.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
-    wrong: list[tuple[str, int]] = []  # (tensor, mesh rank that has other values of it)
+    wrong: dict[str, int] = {}  # tensor -> mesh rank that has other values of it
     for key, (of_shard, of_source) in mine.items():
         # A shard must equal that of the first replica; whole tensors that were sharded, those of the first rank.
         replica, first_source = compared_with[key], theirs[0][key][1]
         if theirs[replica][key][0] != of_shard:
-            wrong.append((key, replica))
-        if None not in (of_source, first_source) and of_source != first_source:
-            wrong.append((key, 0))
-    outcome = SAME
-    if wrong:
-        key, rank = wrong[0]
-        kind = "parameter" if key in storages else "buffer"
-        more = len({key for key, _ in wrong}) - 1
-        outcome = (
-            f"{kind} {key!r} has other values on rank {consistency.rank} than on rank {groups.everyone()[rank]}"
-            + (f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else "")
-        )
+            wrong[key] = replica
+        elif None not in (of_source, first_source) and of_source != first_source:
+            wrong[key] = 0
+    outcome = _differing_values(wrong, storages, groups) if wrong else SAME
     # Not `SAME` on one rank makes the events differ, so that all ranks raise its text.
     consistency.enter(Event((("event", f"comparison of the values of {name}"), ("values", outcome))), ask=True)
+
+
+def _differing_values(wrong: Mapping[str, int], storages: Mapping[str, Layout], groups: Groups) -> str:
+    """Returns the error text for parameters and buffers whose values differ from those on another mesh rank.
+
+    Args:
+        wrong: their names -> that rank.
+        storages: as in `compare_values`.
+    """
+    (key, rank), more = next(iter(wrong.items())), len(wrong) - 1
+    kind = "parameter" if key in storages else "buffer"
+    others = f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else ""
+    here, there = groups.consistency.rank, groups.everyone()[rank]
+    return f"{kind} {key!r} has other values on rank {here} than on rank {there}{others}"
 
 
 class Passed(NamedTuple):
@@ -165,13 +170,13 @@ def compare_inputs(
     wrong = [key for key, value in mine.items() if theirs[first[key]][key] != value]
     lines = [("values of inputs", SAME)]
     if wrong:
-        lines = _differing(wrong, shared[wrong[0]], first[wrong[0]], groups)
+        lines = _differing_inputs(wrong, shared[wrong[0]], first[wrong[0]], groups)
         lines = lines if fix is None else [lines[0], ("fix", fix)]
     # Not `SAME` on one rank makes the events differ, so that all ranks raise its text.
     consistency.enter(Event((("event", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
 
 
-def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
+def _differing_inputs(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
     """Returns the error for inputs that differ between this rank and mesh rank ``first`` and should be equal, as two
     lines (topic, text): what differs, and the fix.
 
@@ -207,13 +212,6 @@ def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, par
     if _split(storage):
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
-
-
-def _stored(storage: Layout | None) -> str:
-    """Returns the text ``, stored as <layout>``, which errors append to a tensor's shape and dtype. Without a layout
-    it is empty.
-    """
-    return "" if storage is None else f", stored as {storage}"
 
 
 def _split(storage: Layout | None) -> tuple[str, ...]:

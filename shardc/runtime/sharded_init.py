@@ -69,7 +69,7 @@ class Lazy(torch.Tensor):
         return self.read(tuple(range(size) for size in self.shape))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         source = args[0]
         if func._schema.is_mutable:
@@ -367,7 +367,7 @@ class Virtual(torch.Tensor):
         return f"Virtual({self.init_shard.name}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
         kwargs = kwargs or {}
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
@@ -453,24 +453,14 @@ def piece_of(func: object, view: Virtual) -> Piece:
     Each dim of the view must be a range of one dim of the parameter, with one index along the parameter's other dims.
     """
     shard = view.init_shard
-    stride = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
+    strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     # Index, along each dim of the parameter, of the view's first element.
     starts, rest = [], int(view.storage_offset())
-    for step in stride:
-        start, rest = divmod(rest, max(step, 1))
+    for stride in strides:
+        start, rest = divmod(rest, max(stride, 1))
         starts.append(start)
-    sources: list[int | None] = []  # dim of the view -> dim of the parameter; None for size 1
-    for size, step in zip(view.shape, view.stride(), strict=True):
-        # A dim of the view comes from the dim of the parameter that has its stride.
-        fitting = [d for d, s in enumerate(stride) if s == step and shard.shape[d] > 1 and d not in sources]
-        if size == 1:
-            sources.append(None)
-        elif fitting and starts[fitting[0]] + size <= shard.shape[fitting[0]]:
-            sources.append(fitting[0])
-        else:
-            raise unsupported(func, view, f"through a view of shape {list(view.shape)}, strides {list(view.stride())}")
+    sources = _source_dims(func, view, starts, strides)
     lengths = {source: size for source, size in zip(sources, view.shape, strict=True) if source is not None}
-
     local = shard.local
     indices: list[Sequence[int]] = []
     for dim, index in enumerate(shard.indices):
@@ -483,12 +473,28 @@ def piece_of(func: object, view: Virtual) -> Piece:
     single = [dim for dim in range(len(shard.shape)) if dim not in lengths]
     if any(not indices[dim] for dim in single):
         return Piece(shape, held_by_view, None)
-    local = local.permute(*lengths, *single)
-    for _ in single:
-        local = local.select(-1, 0)
-    for dim, source in enumerate(sources):
-        local = local.unsqueeze(dim) if source is None else local
-    return Piece(shape, held_by_view, local)
+    return Piece(shape, held_by_view, local.permute(*lengths, *single).view(list(map(len, held_by_view))))
+
+
+def _source_dims(func: object, view: Virtual, starts: Sequence[int], strides: Sequence[int]) -> list[int | None]:
+    """Returns, for each dim of ``view``, the dim of the parameter of which it is a range, found by its stride; None for
+    a dim of size 1. Raises InitError if there is none.
+
+    Args:
+        starts: index, along each dim of the parameter, of the view's first element.
+        strides: those of the parameter.
+    """
+    shape = view.init_shard.shape
+    sources: list[int | None] = []
+    for size, view_stride in zip(view.shape, view.stride(), strict=True):
+        fitting = [d for d, stride in enumerate(strides) if stride == view_stride and shape[d] > 1 and d not in sources]
+        if size == 1:
+            sources.append(None)
+        elif fitting and starts[fitting[0]] + size <= shape[fitting[0]]:
+            sources.append(fitting[0])
+        else:
+            raise unsupported(func, view, f"through a view of shape {list(view.shape)}, strides {list(view.stride())}")
+    return sources
 
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:

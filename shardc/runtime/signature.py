@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from shardc.ir.executable import Executable
 from shardc.ir.guards import Guards
 from shardc.runtime.identity_guards import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
+from shardc.validate import torch_name
 
 
 class TorchGlobalState(NamedTuple):
@@ -77,6 +79,12 @@ def _default_device() -> str:
     return str(modes[-1].device)
 
 
+# Field of `Mode` -> what it holds for each module, parameter or tensor.
+_MODES = {
+    "training": "train or eval mode of {} modules",
+    "grads": "requires_grad of {} parameters",
+    "dtypes": "the dtype of {} tensors",
+}
 # Types that are pytree leaves.
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
 
@@ -89,6 +97,10 @@ class Like:
     dtype: torch.dtype
     requires_grad: bool
 
+    def __str__(self) -> str:
+        grad = ", requires_grad" if self.requires_grad else ""
+        return f"{torch_name(self.dtype)}{list(self.shape)}{grad}"
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -100,6 +112,9 @@ class Constant:
 
     kind: str
     value: Hashable
+
+    def __str__(self) -> str:
+        return repr(self.value)
 
 
 @dataclass(frozen=True)
@@ -164,6 +179,21 @@ class Signature:
         pairs = zip(self.leaves, other.leaves, strict=False)
         same = all(x == y or (isinstance(x, Constant) and isinstance(y, Constant)) for x, y in pairs)
         return same and replace(self, leaves=other.leaves) == other
+
+    def differences(self, other: Signature) -> list[str]:
+        """Returns a text for each difference of this call from ``other``."""
+        if self.spec != other.spec or self.names != other.names:
+            return [f"the arguments are {', '.join(self.names)} and were {', '.join(other.names)}"]
+        pairs = zip(self.names, self.leaves, other.leaves, strict=True)
+        out = [f"{name} is {x} and was {y}" for name, x, y in pairs if x != y]
+        for what, now, then in zip(self.surroundings._fields, self.surroundings, other.surroundings, strict=True):
+            if now != then:
+                out.append(f"{what} is {now} and was {then}")
+        for field, what in _MODES.items():
+            flags = zip_longest(getattr(self.mode, field), getattr(other.mode, field))
+            if changed := sum(now != then for now, then in flags):
+                out.append(f"{what.format(changed)} changed")
+        return out
 
     @property
     def tensors(self) -> list[tuple[str, Like]]:

@@ -99,9 +99,14 @@ class Simulation:
                 self._check_loads()
             saved = {r.name: x for r, x in zip(half.gives, results, strict=True) if r.kind == "saved" and x is not None}
             self._saved = (program, saved) if half.phase == FORWARD else None
-        count = len(program.outputs)
+        return self._outputs(program, results[: len(program.outputs)])
+
+    def _outputs(self, program: Executable, results: Sequence[Any]) -> PyTree:
+        """Returns the global outputs of a call, and updates the buffers. ``results`` has the value of each of the
+        program's outputs on every rank; None for those that are no tensors.
+        """
         out: list[object] = []
-        for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
+        for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
             if role.kind == "buffer":
                 self.buffers[role.name] = list(result)
             elif result is None:
