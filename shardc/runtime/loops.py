@@ -78,45 +78,45 @@ class Loops:
             tangents: output index -> gradient for the whole batch.
         """
         saved: dict[str, Any] = {}
-        for half, at in self.program.runs(training):
-            feed = [self._value(port, at, saved, tangents) for port in half.takes]
+        for half, microbatch in self.program.runs(training):
+            feed = [self._value(port, microbatch, saved, tangents) for port in half.takes]
             saved = {}  # a graph frees what it takes
             for role, x in zip(half.gives, self.run(half, feed), strict=True):
                 if role.kind == "saved":
                     saved[role.name] = x
                 else:
-                    self._store(role, x, at)
+                    self._store(role, x, microbatch)
         return self._joined()
 
-    def _store(self, role: Role, x: Any, at: int) -> None:
-        """Stores ``x``, a result of a graph of microbatch ``at``, by its ``role``: adds it to a sum, keeps it for
+    def _store(self, role: Role, x: Any, microbatch: int) -> None:
+        """Stores ``x``, a result of a graph for ``microbatch``, by its ``role``: adds it to a sum, keeps it for
         later graphs, or appends it to ``parts``.
         """
         if role.kind == TERM:
             self._add(role.name, x)
         # A known value is the same in all microbatches; a kept one is of this microbatch.
         elif role.kind in (KNOWN, KEPT):
-            self.shared[role.name if role.kind == KNOWN else (role.name, at)] = x
+            self.shared[role.name if role.kind == KNOWN else (role.name, microbatch)] = x
         else:
             self.parts.setdefault(result_key(role), []).append(x)
 
-    def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
-        """Returns the argument ``port`` for a graph of microbatch ``at``. It comes from ``saved`` (saved by the graph
+    def _value(self, port: Port, microbatch: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
+        """Returns the argument ``port`` of a graph for ``microbatch``. It comes from ``saved`` (saved by the graph
         before), the inputs, ``tangents`` (output index -> gradient), sums or kept results.
         """
         role = port.role
         if port.name in saved:
             return saved[port.name]
         if role.kind == "input":
-            return self._part("inputs", role.name, self.inputs.get(role.name, port.example), at)
+            return self._part("inputs", role.name, self.inputs.get(role.name, port.example), microbatch)
         if role.kind == "tangent":
-            return self._part("outputs", role.index, tangents[role.index], at)
+            return self._part("outputs", role.index, tangents[role.index], microbatch)
         if role.kind == SUM:
             total = self.sums.pop(role.name)
             return self.gathered(total) if self.program.reduce[role.name] == GATHER else total
         if role.kind in (KNOWN, KEPT):
-            return self.shared[role.name if role.kind == KNOWN else (role.name, at)]
-        return self.argument(port, at)
+            return self.shared[role.name if role.kind == KNOWN else (role.name, microbatch)]
+        return self.argument(port, microbatch)
 
     def gathered(self, terms: list[Any]) -> Any:
         """Concatenates ``terms``, one value per microbatch, along dim 0."""
@@ -138,12 +138,14 @@ class Loops:
             self.sums[name] = self.map_ranks(JOIN[self.program.reduce[name]], self.sums[name], term)
             self._added.add(name)
 
-    def _part(self, kind: str, key: object, x: Any, at: int) -> Any:
-        """Returns the part of ``x`` that microbatch ``at`` uses; all of it if it is not split. ``x`` is an input
-        (kind "inputs", key its name) or the gradient of an output (kind "outputs", key its index).
+    def _part(self, kind: str, key: object, x: Any, microbatch: int) -> Any:
+        """Returns the part of ``x`` that a microbatch uses; all of it if it is not split. ``x`` is an input (kind
+        "inputs", key its name) or the gradient of an output (kind "outputs", key its index).
         """
         layout = self.program.in_time.get(kind, {}).get(key)
-        return x if layout is None or x is None else self.map_ranks(lambda whole: part_of(whole, layout, at), x)
+        if layout is None or x is None:
+            return x
+        return self.map_ranks(lambda whole: part_of(whole, layout, microbatch), x)
 
     def _joined(self) -> Results:
         """Joins the outputs and gradients of the microbatches to those of the whole step, and returns them. Clears what
@@ -252,24 +254,24 @@ def _warn_of_outputs(indices: frozenset[int | None]) -> None:
     )
 
 
-def part_of(x: Tensor, layout: Layout, at: int) -> Tensor:
-    """Returns the rows of microbatch ``at`` from ``x``, a shard that has all microbatches.
+def part_of(x: Tensor, layout: Layout, microbatch: int) -> Tensor:
+    """Returns the rows of ``microbatch`` (its number) from ``x``, a shard that has all microbatches.
 
     Args:
         layout: layout of one microbatch's shard, in which the axis of microbatches splits a dim.
     """
-    dim, above, below = _place(layout)
+    dim, above, below = _microbatch_dim(layout)
     parts = x.unflatten(dim, (above, layout.mesh.microbatches, below))
-    return parts.select(dim + 1, at).flatten(dim, dim + 1).contiguous()
+    return parts.select(dim + 1, microbatch).flatten(dim, dim + 1).contiguous()
 
 
 def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     """Joins ``parts``, the shard of each microbatch, to the shard of the whole batch. Inverts `part_of`."""
-    dim, above, below = _place(layout)
+    dim, above, below = _microbatch_dim(layout)
     return torch.stack([part.unflatten(dim, (above, below)) for part in parts], dim + 1).flatten(dim, dim + 2)
 
 
-def _place(layout: Layout) -> tuple[int, int, int]:
+def _microbatch_dim(layout: Layout) -> tuple[int, int, int]:
     """Returns how the axis of microbatches splits a local tensor: (dim, above, below). In that dim, the tensor can be
     viewed as ``[above, microbatches, below]``.
     """

@@ -84,15 +84,16 @@ class RankConsistency:
         self._period = 1  # the next event is predicted to equal the one so many events before
         self._runs: dict[str, Event] = {}  # events that `runs` registers, by their text
         self._lock = Lock()
-        self._waits: int | None = None  # number of the event at which this rank waits for a verdict
-        self._different: MeshError | None = None  # the error to raise at the next occasion
+        self._waits_at: int | None = None  # number of the event at which this rank waits for a verdict
+        self._pending_error: MeshError | None = None  # the error to raise at the next occasion
         self._failure: tuple[int, MeshError] | None = None  # of another rank, and its last event before it
-        self._inside = False  # whether this rank failed within its last event
-        self._met: Callable[[], BaseException | None] = lambda: None  # error of a method that only this rank called
-        self._between = False  # whether it runs a collective behind its last event
-        self._compiles: int | None = None  # the thread that compiles
-        self._found = threading.Event()  # set by the listener thread with `_different`
-        self._heard: str | None = None  # store key that says that all ranks have read the difference
+        self._failed_in_event = False  # whether this rank failed within its last event
+        # Error of a method that only this rank called.
+        self._meeting_error: Callable[[], BaseException | None] = lambda: None
+        self._between_events = False  # whether it runs a collective behind its last event
+        self._compiling_thread: int | None = None  # the thread that compiles
+        self._error_arrived = threading.Event()  # set by the listener thread with `_pending_error`
+        self._all_heard_key: str | None = None  # store key that says that all ranks have read the difference
         self._broken = False  # whether collectives were aborted, so that the groups cannot be used
         self._store: BoundedStore | None = None
         # The fake backend has no other ranks.
@@ -138,7 +139,7 @@ class RankConsistency:
             check = partial(self._check, self.number + 1)
             self._meeting.meet(self._connected(), self.number, method, self._log, check)
         except MeshError as error:
-            self._met = ref(error)
+            self._meeting_error = ref(error)
             raise
 
     def exchange(self, event: Event, text: str, ranks: Iterable[int]) -> dict[int, str]:
@@ -169,7 +170,7 @@ class RankConsistency:
             yield
         except BaseException:
             # `report_error` then makes ranks raise that are in this event, too.
-            self._inside = True
+            self._failed_in_event = True
             raise
         finally:
             self.running = False
@@ -190,14 +191,14 @@ class RankConsistency:
         """Context manager around torch's own collectives. If ranks differ meanwhile, the collectives are interrupted
         and raise. It registers no event.
         """
-        self.running = self._between = True
+        self.running = self._between_events = True
         try:
             self._check(self.number + 1)
             yield
         except RuntimeError as error:
             raise self._lost_between(error) from error
         finally:
-            self.running = self._between = False
+            self.running = self._between_events = False
 
     @contextmanager
     def compiles(self) -> Iterator[None]:
@@ -205,11 +206,11 @@ class RankConsistency:
         thread = get_ident()
         try:
             try:
-                self._compiles = thread
+                self._compiling_thread = thread
                 yield
             finally:
                 with self._lock:  # a pending `Stopped` arrives when the lock is released, at the latest
-                    self._compiles = None
+                    self._compiling_thread = None
         except Stopped:
             raise self._raised() from None
 
@@ -229,12 +230,13 @@ class RankConsistency:
         Args:
             epoch: epoch at the start of the failing block. If it has changed since, the others have raised already.
         """
-        goes_on = isinstance(error, CollectiveError) or self._met() is error  # reported elsewhere, or not at all
-        if self.alone or epoch != self.epoch or self._broken or goes_on:
+        if self.alone or epoch != self.epoch or self._broken:
+            return
+        if isinstance(error, CollectiveError) or self._meeting_error() is error:
             return
         with self._lock:
             # A failure within an event makes ranks raise that are in this event too, not only in a later one.
-            number = self.number - (self._inside or self._waits is not None)
+            number = self.number - (self._failed_in_event or self._waits_at is not None)
             self._begin_anew()
         with suppress(RuntimeError):  # the store is gone
             self._log(self._connected(), [self.rank, number, *raised(self.place(self.rank), error)])
@@ -245,7 +247,7 @@ class RankConsistency:
 
         Waits for it up to a second; None if there is none.
         """
-        return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
+        return self._raised() if not self.alone and self._error_arrived.wait(_HEARD / 2) else None
 
     def advice_on_lost(self, ranks: Sequence[int]) -> str:
         """Returns the advice (``fix``) for an error about a failed wait for ``ranks``: which ranks to look at first
@@ -281,7 +283,7 @@ class RankConsistency:
         """Returns the error that explains how ranks differ, for this rank to raise. First waits until other ranks have
         read it, then restarts the numbering of events, unless collectives were aborted.
         """
-        error, heard, self._heard = self._different, self._heard, None
+        error, heard, self._all_heard_key = self._pending_error, self._all_heard_key, None
         assert error is not None
         if heard is not None:  # else the store may end with this rank, before others have read it
             with suppress(RuntimeError):
@@ -296,16 +298,16 @@ class RankConsistency:
         """Restarts the numbering of events, in a new epoch, after an error that all ranks raised. Forgets past events
         and errors.
         """
-        self.number, self.modules, self._inside = (self.epoch + 1) * _AGAIN, 0, False
+        self.number, self.modules, self._failed_in_event = (self.epoch + 1) * _AGAIN, 0, False
         self._past.clear()
-        self._found.clear()
-        self._different = self._failure = self._waits = None
+        self._error_arrived.clear()
+        self._pending_error = self._failure = self._waits_at = None
 
     def _check(self, upcoming: int) -> None:
         """Raises MeshError if ranks were found to differ, or if another rank failed before event ``upcoming``."""
         if (failure := self._failure) is not None and upcoming > failure[0]:
-            self._different = failure[1]
-        if self._different is not None:
+            self._pending_error = failure[1]
+        if self._pending_error is not None:
             raise self._raised()
 
     # --- comparing
@@ -316,27 +318,27 @@ class RankConsistency:
         """
         store, number, comparisons = self._connected(), self.number, self._comparisons
         comparisons.tell(store, event)
-        self._waits = number
+        self._waits_at = number
         if self._failure is not None:  # that rank will not arrive
             self._check(self._failure[0] + 1)
         with self._lock:
             # The listener thread may have answered for this rank just now.
             answered = number in comparisons.answered
             other = None if answered else comparisons.arrive(store, number, event.key, self._log)
-        if other is None and self._different is None:
+        if other is None and self._pending_error is None:
             verdict = comparisons.wait(store, number)
             if verdict == BEFORE:
                 # The listener thread has, or is about to get, the error that says how ranks differed before.
-                self._found.wait(_HEARD)
+                self._error_arrived.wait(_HEARD)
             other = None if isinstance(verdict, str) else verdict
         with self._lock:  # the thread that listens hears of it too
-            self._waits = None
-            if other is not None and self._different is None:
-                self._differ(store, number, other)
-        if self._different is not None:
+            self._waits_at = None
+            if other is not None and self._pending_error is None:
+                self._set_error_of_difference(store, number, other)
+        if self._pending_error is not None:
             raise self._raised()
 
-    def _differ(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
+    def _set_error_of_difference(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
         """Sets the error that this rank will raise, because event ``number`` of another rank differs from its own.
         ``other`` is (that rank, hash of its event).
         """
@@ -344,8 +346,8 @@ class RankConsistency:
         # In order of rank, so that both raise the same text.
         pair = sorted((mine, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
-        self._different = difference(rank_a, lines_a, rank_b, lines_b)
-        self._heard = self._comparisons.hear_all(store, number)
+        self._pending_error = difference(rank_a, lines_a, rank_b, lines_b)
+        self._all_heard_key = self._comparisons.hear_all(store, number)
 
     # --- answering for a rank whose event was predicted
 
@@ -388,7 +390,7 @@ class RankConsistency:
         for number in sorted(self._comparisons.asked):
             if number <= self.number:
                 self._answer(self._connected(), number)
-        if self._different is not None:
+        if self._pending_error is not None:
             raise self._raised()
 
     def _answer(self, store: dist.Store, number: int) -> None:
@@ -414,8 +416,8 @@ class RankConsistency:
         """
         with self._lock:
             # A rank that waits at this event learns of the difference by the verdict.
-            passed = number <= self.number and self.number - number < len(self._past) and self._waits != number
-            if rank == self.rank or not passed or self._different is not None:
+            passed = number <= self.number and self.number - number < len(self._past) and self._waits_at != number
+            if rank == self.rank or not passed or self._pending_error is not None:
                 return
             if self._past[number - self.number - 1] == key:  # the first to come does something else than both
                 return
@@ -427,16 +429,15 @@ class RankConsistency:
         event in which it waits, or out of a running graph. ``other`` is (that rank, hash of its event).
         """
         self._break_if_running(store)  # before the others read it: their connections to this rank close too
-        self._differ(store, number, other)
-        self._found.set()
-        if self._waits not in (None, number):
-            store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
+        self._set_error_of_difference(store, number, other)
+        self._error_arrived.set()
+        if self._waits_at not in (None, number):
+            store.set(f"{self._comparisons.at(self._waits_at)}verdict", BEFORE)
 
     def _interrupt_if_running(self, store: dist.Store) -> None:
         """Aborts the collective in which this rank waits, if a compiled graph is running. The wait then raises."""
         self._break_if_running(store)  # it may have begun just now, before it could see the error
-        if self._broken:
-            self._end_waits()
+        self._end_waits_if_broken()
 
     def _on_failure(
         self, store: dist.Store, rank: int, number: int, text: str, source: str | None, fix: str | None
@@ -452,28 +453,27 @@ class RankConsistency:
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
                 return
             self._failure = number, MeshError(text, source=source, fix=fix)
-        if (waits := self._waits) is not None and self._comparisons.refuse(store, waits):
-            self._different = self._failure[1]
-            self._found.set()
+        if (waits := self._waits_at) is not None and self._comparisons.refuse(store, waits):
+            self._pending_error = self._failure[1]
+            self._error_arrived.set()
             return
         until = time.monotonic() + _GRACE  # it may raise the same error by itself
-        while time.monotonic() < until and self.epoch == epoch and (self.running or self._compiles):
+        while time.monotonic() < until and self.epoch == epoch and (self.running or self._compiling_thread):
             time.sleep(0.02)
         with self._lock:
-            if self.epoch != epoch or self._different is not None:
+            if self.epoch != epoch or self._pending_error is not None:
                 return
             # A compile is interrupted: the next event, where this rank would raise, may be minutes away.
-            if self._compiles is not None and self.number >= number:
-                self._different = self._failure[1]
-                raise_in(self._compiles, Stopped)
+            if self._compiling_thread is not None and self.number >= number:
+                self._pending_error = self._failure[1]
+                raise_in(self._compiling_thread, Stopped)
                 return
             # A collective between two events counts as part of the later one.
-            if self.running and self.number + self._between > number:
-                self._different = self._failure[1]
-                self._found.set()
+            if self.running and self.number + self._between_events > number:
+                self._pending_error = self._failure[1]
+                self._error_arrived.set()
                 self._break_if_running(store)
-        if self._broken:
-            self._end_waits()
+        self._end_waits_if_broken()
 
     # --- waiting for each other at different places
 
@@ -503,19 +503,18 @@ class RankConsistency:
         """
         with self._lock:
             came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
-            if not came or self._different is not None or self._waits != number and not self.running:
+            if not came or self._pending_error is not None or self._waits_at != number and not self.running:
                 return
-            self._different = MeshError(text, fix=fix)
-            self._found.set()
-            if self._waits == number:
+            self._pending_error = MeshError(text, fix=fix)
+            self._error_arrived.set()
+            if self._waits_at == number:
                 self._comparisons.refuse(store, number)
             self._break_if_running(store)
-        if self._broken:
-            self._end_waits()
+        self._end_waits_if_broken()
 
-    def _end_waits(self) -> None:
-        """Aborts the collective in which this rank waits. The wait then raises an error."""
-        if (interrupt := self._interrupt()) is not None:  # a running mesh is alive
+    def _end_waits_if_broken(self) -> None:
+        """Aborts the collective in which this rank waits, if the mesh's groups are broken. The wait then raises."""
+        if self._broken and (interrupt := self._interrupt()) is not None:  # a running mesh is alive
             interrupt()
 
     def _break_if_running(self, store: dist.Store) -> None:

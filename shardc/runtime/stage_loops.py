@@ -104,17 +104,17 @@ class StageLoops(Loops):
         """Runs a graph for a microbatch and stores its results. Before it starts, the values ``last_used`` are dropped:
         the graph then has the only reference to them, and frees what it has read.
         """
-        half, at = run.half, run.microbatch
-        keys = {port.name: saved_key(half, port.name, at) for port in half.takes}
+        half, microbatch = run.half, run.microbatch
+        keys = {port.name: saved_key(half, port.name, microbatch) for port in half.takes}
         saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
-        feed = [self._value(port, at, saved, tangents) for port in half.takes]
+        feed = [self._value(port, microbatch, saved, tangents) for port in half.takes]
         saved.clear()
         self._free(last_used)
         for role, x in zip(half.gives, self.run(half, feed), strict=True):
             if role.kind == "saved":
-                self.shared[saved_key(half, role.name, at)] = x
+                self.shared[saved_key(half, role.name, microbatch)] = x
             else:
-                self._store(role, x, at)
+                self._store(role, x, microbatch)
 
     def _free(self, keys: Iterable[Key]) -> None:
         """Drops the values ``keys``, (kind, name, microbatch), which are not read again."""
@@ -128,14 +128,14 @@ class StageLoops(Loops):
         """Returns the value to send to another stage for ``key`` (kind, name, microbatch). It is a kept value, a sum,
         a parameter, or a result in ``parts``.
         """
-        kind, name, at = key
+        kind, name, microbatch = key
         if kind == TRANSFER:
             return self.shared[key]
         if kind == SUM:
             return self._total(name)
         if kind == "param":
             return self.argument(Port(Role(kind, name), name, example), 0)
-        return self.parts[kind, name][at]
+        return self.parts[kind, name][microbatch]
 
     def _store_received(self, key: Key, x: Any) -> None:
         """Stores ``x``, which another stage has sent, by its ``key`` (kind, name, microbatch)."""
@@ -149,23 +149,23 @@ class StageLoops(Loops):
         else:
             self.parts.setdefault((kind, name), []).append(x)
 
-    def _store(self, role: Role, x: Any, at: int) -> None:
+    def _store(self, role: Role, x: Any, microbatch: int) -> None:
         if role.kind == TRANSFER:
-            self.shared[TRANSFER, role.name, at] = x
+            self.shared[TRANSFER, role.name, microbatch] = x
         else:
-            super()._store(role, x, at)
+            super()._store(role, x, microbatch)
 
-    def _value(self, port: Port, at: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
+    def _value(self, port: Port, microbatch: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
         role = port.role
         if port.name in saved:
             return saved[port.name]
         if role.kind == TRANSFER:
-            return self.shared[TRANSFER, role.name, at]
+            return self.shared[TRANSFER, role.name, microbatch]
         if role.kind == "param" and role.name in self.copies:
             return self.copies[role.name]
         if role.kind == SUM:
             return self._total(role.name)
-        return super()._value(port, at, saved, tangents)
+        return super()._value(port, microbatch, saved, tangents)
 
     def _total(self, name: str) -> Any:
         """Returns the value ``name`` (a gradient or an output) of all microbatches: the sum of its terms, or their
