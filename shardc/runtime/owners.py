@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import TypeVar
 
@@ -138,7 +138,7 @@ class Owners:
     def __post_init__(self) -> None:
         load = torch.zeros(max(self.groups.everyone()) + 1, dtype=torch.float64)
         order = sorted(range(len(self.params)), key=lambda at: -update_cost(self.params[at].shape))
-        chosen = {at: _choose(self.params[at], load) for at in order}
+        chosen = {at: _choose_owner(self.params[at], load) for at in order}
         self.owners = [_owner(param, chosen[at]) for at, param in enumerate(self.params)]
 
     @cached_property
@@ -187,8 +187,8 @@ class Owners:
                 for rank, box in self.owners[index].boxes.items()
                 if whole is not None
             ]
-            came = [(self.owners[shards[at][0]].rank, tuple(shards[at][1].shape)) for at in batch]
-            for at, piece in zip(batch, self._exchange(sent, came, shards[batch[0]][1]), strict=True):
+            expected = [(self.owners[shards[at][0]].rank, tuple(shards[at][1].shape)) for at in batch]
+            for at, piece in zip(batch, self._exchange(sent, expected, shards[batch[0]][1]), strict=True):
                 shards[at][1].copy_(piece)
 
     def share(self, value: T) -> dict[int, T]:
@@ -217,35 +217,37 @@ class Owners:
             yield batch
 
     def _exchange(
-        self, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, tuple[int, ...]]], like: Tensor
+        self, sent: Sequence[tuple[int, Tensor]], expected: Sequence[tuple[int, tuple[int, ...]]], like: Tensor
     ) -> Iterator[Tensor]:
-        """Exchanges tensors between ranks by one all-to-all. Yields the received tensors in the order of ``came``,
+        """Exchanges tensors between ranks by one all-to-all. Yields the received tensors in the order of ``expected``,
         which gives their senders and shapes.
 
         Args:
-            sent: (global rank, tensor), in the order in which that rank takes this rank's.
-            came: (global rank, shape of a tensor that it sends).
+            sent: (global rank, tensor), in the order in which that rank expects this rank's.
+            expected: (global rank, shape of a tensor that it sends).
             like: a tensor of their dtype.
         """
-        sends: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
-        sizes: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        outgoing: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
+        incoming: dict[int, list[int]] = {rank: [] for rank in self.ranks}  # elements of each tensor of that rank
         for rank, x in sent:
-            sends[rank].append(x.reshape(-1))
-        for rank, shape in came:
-            sizes[rank].append(prod(shape))
+            outgoing[rank].append(x.reshape(-1))
+        for rank, shape in expected:
+            incoming[rank].append(prod(shape))
         kind = self.params[0].device_mesh.device_type  # parameters on the host travel from there
-        flat = torch.cat([like.new_empty(0), *(x for rank in self.ranks for x in sends[rank])]).to(kind)
-        counts = [sum(map(len, sends[rank])) for rank in self.ranks]
-        totals = [sum(sizes[rank]) for rank in self.ranks]
-        buffer = flat.new_empty(sum(totals))
+        flat = torch.cat([like.new_empty(0), *chain.from_iterable(outgoing.values())]).to(kind)
+        sizes_sent = [sum(map(len, tensors)) for tensors in outgoing.values()]
+        sizes_received = list(map(sum, incoming.values()))
+        buffer = flat.new_empty(sum(sizes_received))
         with self.groups.consistency.reduces("optimizer.step()"):
-            dist.all_to_all_single(buffer, flat, totals, counts, group=self.group)
-        parts = dict(zip(self.ranks, buffer.split(totals), strict=True))
-        pieces = {rank: iter(parts[rank].split(sizes[rank])) for rank in self.ranks}
-        return (next(pieces[rank]).view(shape) for rank, shape in came)
+            dist.all_to_all_single(buffer, flat, sizes_received, sizes_sent, group=self.group)
+        pieces = {
+            rank: iter(part.split(sizes))
+            for (rank, sizes), part in zip(incoming.items(), buffer.split(sizes_received), strict=True)
+        }
+        return (next(pieces[rank]).view(shape) for rank, shape in expected)
 
 
-def _choose(param: DTensor, load: Tensor) -> tuple[int, ...]:
+def _choose_owner(param: DTensor, load: Tensor) -> tuple[int, ...]:
     """Chooses the ranks that own a parameter: those with the least ``load`` so far. Returns their coordinates along
     the mesh dims that split the parameter (`split_dims`).
 

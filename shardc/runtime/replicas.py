@@ -79,7 +79,7 @@ def compare_values(
     stored = {key: f", stored as {storage}" for key, storage in storages.items()}
     listed = "\n".join(f"{key} of shape {list(x.shape)}, {x.dtype}{stored.get(key, '')}" for key, x in tensors.items())
     event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
-    compared_with = {key: _first_replica(_split(storages.get(key)), groups) for key in tensors}
+    compared_with = {key: _first_replica(_sharding_axes(storages.get(key)), groups) for key in tensors}
     answers = consistency.exchange(event, json.dumps(mine), {0, *compared_with.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
     wrong: dict[str, int] = {}  # tensor -> mesh rank that has other values of it
@@ -209,12 +209,12 @@ def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, par
     """Records fingerprints of the unsharded tensor ``whole`` and of its shard ``param``, for a comparison between
     ranks. Does nothing if ``storage`` does not shard the parameter.
     """
-    if _split(storage):
+    if _sharding_axes(storage):
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
 
 
-def _split(storage: Layout | None) -> tuple[str, ...]:
+def _sharding_axes(storage: Layout | None) -> tuple[str, ...]:
     """Returns the mesh axes along which ranks store different shards of a tensor. It is () for ``storage`` None, as
     buffers have.
     """

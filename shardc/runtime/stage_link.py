@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,11 +39,11 @@ class StageLink:
         self._groups = [groups.along_stages(back) for back in (False, True)]
         self._timeout = timeout_of(self._groups[0])
         # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
-        self._left: dict[int, int] = {}
-        self._pending: dict[int, deque[tuple[Message, list[tuple[Any, Tensor]]]]] = {}
+        self._left: Counter[int] = Counter()
+        self._pending: defaultdict[int, deque[tuple[Message, list[tuple[Any, Tensor]]]]] = defaultdict(deque)
         # Coordinate of a rank -> messages from it that are being received, and those behind them.
-        self._receiving: dict[int, deque[list[tuple[Any, Tensor]]]] = {}
-        self._coming: dict[int, deque[Message]] = {}
+        self._receiving: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
+        self._coming: defaultdict[int, deque[Message]] = defaultdict(deque)
 
     def _group(self, message: Message) -> dist.ProcessGroup:
         """Returns the process group for ``message``: messages to later stages use another group than those to earlier
@@ -58,8 +58,8 @@ class StageLink:
         self._receiving.clear()
         for action in actions:
             if isinstance(action, Message) and action.source != self.groups.stage:
-                self._coming.setdefault(action.source, deque()).append(action)
-        for source in self._coming:
+                self._coming[action.source].append(action)
+        for source in list(self._coming):
             self._post_receives(source)
 
     def send(self, message: Message, values: list[Any]) -> None:
@@ -68,24 +68,24 @@ class StageLink:
             if x.numel():
                 with self._named_errors(message):
                     sends.append((dist.isend(x, group=self._group(message), group_dst=message.target), x))
-        self._pending.setdefault(message.target, deque()).append((message, sends))
+        self._pending[message.target].append((message, sends))
 
-    def _leave(self, rank: int, count: int) -> None:
+    def _wait_until_sent(self, rank: int, count: int) -> None:
         """Waits until the first ``count`` messages to stage ``rank`` have been sent; their values can then be freed."""
-        pending = self._pending.get(rank, deque())
-        while pending and self._left.get(rank, 0) < count:
+        pending = self._pending[rank]
+        while pending and self._left[rank] < count:
             message, sends = pending.popleft()
             for work, _ in sends:
                 with self._named_errors(message):
                     work.wait(self._timeout)
-            self._left[rank] = self._left.get(rank, 0) + 1
+            self._left[rank] += 1
 
     def arrived(self, message: Message) -> bool:
         return True  # `receive` waits
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
         source = message.source
-        receiving = self._receiving.get(source)
+        receiving = self._receiving[source]
         receives = receiving.popleft() if receiving else self._receive(message)
         for work, _ in receives:
             if work is not None:  # None: an empty tensor, which is not sent
@@ -93,12 +93,12 @@ class StageLink:
                     work.wait(self._timeout)
         self._post_receives(source)
         # The source had received as many messages before it sent this one: their sends are done.
-        self._leave(source, received)
+        self._wait_until_sent(source, received)
         return [x for _, x in receives]
 
     def _post_receives(self, source: int) -> None:
         """Posts receives of the next messages from stage ``source``, until `_AHEAD` of them are pending."""
-        receiving, coming = self._receiving.setdefault(source, deque()), self._coming.get(source)
+        receiving, coming = self._receiving[source], self._coming[source]
         while coming and len(receiving) < _AHEAD:
             receiving.append(self._receive(coming.popleft()))
 
@@ -117,7 +117,7 @@ class StageLink:
 
     def finish(self) -> None:
         for rank, pending in self._pending.items():
-            self._leave(rank, self._left.get(rank, 0) + len(pending))
+            self._wait_until_sent(rank, self._left[rank] + len(pending))
         self._left.clear()
 
     @contextmanager
