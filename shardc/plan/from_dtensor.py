@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import InputError, PlanError
 from shardc.ir.mesh import Mesh
-from shardc.plan.constructor_calls import in_order
 from shardc.plan.entries import Entry, Param
+from shardc.plan.entries.entry import in_order
 from shardc.plan.from_hf import pin, split_module
 from shardc.plan.layout_spec import OnAxes, quote
 from shardc.plan.match import by_part, matching

@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
-from shardc.plan.constructor_calls import in_order
 from shardc.plan.entries import Activation, Entry, Ep, Param, Tp
+from shardc.plan.entries.entry import in_order
 from shardc.plan.layout_spec import OnAxes
 from shardc.plan.match import by_part, matching
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
-from shardc.plan.constructor_calls import SPECS, Call
+from shardc.plan.entries.entry import SPECS, Call
 from shardc.plan.entries.mixed_precision import DTYPE_FIELDS
 from shardc.plan.layout_spec import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
 from shardc.validate import DTYPES, did_you_mean, torch_name

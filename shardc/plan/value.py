@@ -13,17 +13,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
-from shardc.plan.constructor_calls import Call, call_text, runs, to_call
-from shardc.plan.entries import (
-    Entry,
-    Param,
-    Policies,
-    Precision,
-    Prefetch,
-    Setting,
-    distinct,
-)
+from shardc.plan.entries import Entry, Param, Policies, Precision, Prefetch, Setting, distinct
 from shardc.plan.entries.data_parallel import check_apart
+from shardc.plan.entries.entry import Call, call_text, runs, to_call
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.from_dtensor import style_entries
 from shardc.plan.from_hf import ep_entries, hf_entries

@@ -1,17 +1,17 @@
 """The entries of a plan, one statement each. Each kind of entry is a class that implements everything about it."""
 
-from shardc.plan.entries.context_parallel import METHODS, Cp
+from shardc.plan.entries.context_parallel import Cp
 from shardc.plan.entries.data_parallel import Ddp, Fsdp
 from shardc.plan.entries.entry import Entry, distinct
-from shardc.plan.entries.expert_parallel import WAYS, Ep
+from shardc.plan.entries.expert_parallel import Ep
 from shardc.plan.entries.memory_saving import ChunkedLoss, Offload, Save
 from shardc.plan.entries.microbatches import Microbatches
 from shardc.plan.entries.mixed_precision import Policies, Precision
 from shardc.plan.entries.pipeline_parallel import Pp
 from shardc.plan.entries.raw import Activation, Param, Port, Prefetch, Setting
-from shardc.plan.entries.tensor_parallel import STYLES, Tp
+from shardc.plan.entries.tensor_parallel import Tp
 
 __all__ = [
-    "Activation", "ChunkedLoss", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "METHODS", "Microbatches", "Offload", "Param",
-    "Policies", "Port", "Pp", "Precision", "Prefetch", "STYLES", "Save", "Setting", "Tp", "WAYS", "distinct",
+    "Activation", "ChunkedLoss", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "Microbatches", "Offload", "Param", "Policies",
+    "Port", "Pp", "Precision", "Prefetch", "Save", "Setting", "Tp", "distinct",
 ]  # fmt: skip

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from shardc.errors import PlanError
-from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import BatchEntry
 from shardc.plan.match import matching
-from shardc.validate import check_fields
-
-METHODS = ("auto", "gather", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
 class Cp(BatchEntry):
     """Splits dim ``dim`` (the sequence) of inputs over ``axis``. The other fields are the arguments of `shardc.cp`."""
+
+    constructor = "cp"
+    identity = ("axis", "modules")
 
     method: Annotated[str, Literal["auto", "gather", "ring", "ulysses"]] = "auto"
     modules: str = "*"
@@ -25,18 +23,13 @@ class Cp(BatchEntry):
 
     def __post_init__(self) -> None:
         if self.method == "heads":
-            raise PlanError('method "heads" has another name', plan_entry=str(self), fix='write method="ulysses"')
-        check_fields(self, PlanError, "", plan_entry=str(self))
+            raise self.error('method "heads" has another name', fix='write method="ulysses"')
+        super().__post_init__()
         if self.dim < 1:
-            raise PlanError(
+            raise self.error(
                 f"the sequence cannot be dim {self.dim} of the inputs, which has the batch if it is 0",
-                plan_entry=str(self),
                 fix="write dim=1, or the number of a later dim",
             )
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("cp", self.axis, self.modules)
 
     @property
     def sequence(self) -> tuple[int, str, bool]:
@@ -46,10 +39,6 @@ class Cp(BatchEntry):
     def applies_to(self, module: str) -> bool:
         """Return whether the entry applies to the attention that ``module`` computes."""
         return self.modules == "*" or bool(matching(self.modules, (module,)))
-
-    @property
-    def call(self) -> Call:
-        return "cp", super().call[1]
 
     @property
     def row(self) -> tuple[str, str, str]:

@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh, split_part
-from shardc.plan.constructor_calls import BY_GLOB, Call
-from shardc.plan.entries.entry import Entry
+from shardc.plan.entries.entry import BY_GLOB, Call, CheckedEntry, Entry
 from shardc.plan.layout_spec import show_sizes
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import ParamPlan, Placed, as_dtensor, grown, warn
-from shardc.validate import Bytes, Range, check_fields, checked
+from shardc.validate import Bytes, Range, checked
 
 ShardSize = Annotated[int, Range(1, also=(-1,))]
 Level = Annotated[int, Literal[1, 2, 3]]
 KeptSize = Annotated[int, Range(2, also=(-1,))]
 
 
-class Data(Entry):
+class Data(CheckedEntry):
     """An entry of data parallelism: it splits the batch over all of its axes. Written without axes, it means the mesh's
     only axis (`on`).
     """
@@ -43,9 +42,8 @@ class Data(Entry):
         """
         if len(mesh.axes) > 1:
             name = self.call[0]
-            raise PlanError(
+            raise self.error(
                 f"{name}() takes the mesh's only axis, and the mesh {mesh} has {len(mesh.axes)}",
-                plan_entry=str(self),
                 fix=f"name the axes that split the batch: {' or '.join(f'{name}({axis!r})' for axis in mesh.axes)}",
             )
         return mesh.axes[0]
@@ -91,18 +89,17 @@ class Fsdp(Data):
     reshard_after_forward: tuple[tuple[str, KeptSize], ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
+        super().__post_init__()
         if self.reshard_after_forward and 3 not in (self.level, *dict(self.levels).values()):
-            raise PlanError(
+            raise self.error(
                 "reshard_after_forward applies to parameters of level 3; others stay unsharded for backward",
-                plan_entry=str(self),
                 fix="write level=3, or leave it out",
             )
         if self.replicate and not self.shard:
             raise PlanError("hsdp needs an axis to split parameters over", fix='write hsdp(shard="dp")')
         for axis in self.axes:
             if self.axes.count(axis) > 1:
-                raise PlanError(f"axis {axis!r} is used twice", plan_entry=str(self), fix="name each axis once")
+                raise self.error(f"axis {axis!r} is used twice", fix="name each axis once")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -124,16 +121,14 @@ class Fsdp(Data):
             if _minor(mesh, self.shard, size) is None or ranks % size:
                 over = " and ".join(f"{axis}={mesh.size(axis)}" for axis in self.shard)
                 divisors = [n for n in range(1, ranks + 1) if not ranks % n and _minor(mesh, self.shard, n) is not None]
-                raise PlanError(
+                raise self.error(
                     f"parameters cannot be split over {size} of the {ranks} ranks of {over}",
-                    plan_entry=str(self),
                     fix=f"use one of {divisors}",
                 )
         for smaller, larger in pairwise(sizes):
             if larger % smaller:
-                raise PlanError(
+                raise self.error(
                     f"parameters cannot be split over {smaller} and over {larger} ranks of one axis",
-                    plan_entry=str(self),
                     fix="use shard sizes of which one divides the other",
                 )
 

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from shardc.errors import PlanError
-from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import BatchEntry
+from shardc.plan.entries.entry import BatchEntry, Call
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import Placed
-from shardc.validate import Range, check_fields
-
-WAYS = ("auto", "gather", "send", "bounded")
+from shardc.validate import Range
 
 
 @dataclass(frozen=True)
@@ -23,38 +19,34 @@ class Ep(BatchEntry):
     The other fields are those of `shardc.ep`.
     """
 
+    constructor = "ep"
+    identity = ("axis", "glob")
+
     glob: str
     dispatch: Annotated[str, Literal["auto", "gather", "send", "bounded"]] = "auto"
     capacity: float = 0.0
     chunks: Annotated[int, Range(1)] = 1
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
+        super().__post_init__()
         if (self.capacity != 0) != (self.dispatch == "bounded"):
-            raise PlanError(
+            raise self.error(
                 f"a capacity requires dispatch='bounded', and the dispatch is {self.dispatch!r}"
                 if self.capacity
                 else "dispatch='bounded' needs a capacity: the rows of a block that is sent",
-                plan_entry=str(self),
                 fix='write dispatch="bounded", capacity=1.5: room for one and a half times the rows of an even load',
             )
         if self.dispatch == "bounded" and self.capacity < 1:
-            raise PlanError(
+            raise self.error(
                 f"a capacity of {self.capacity} has no room for the rows of an even load",
-                plan_entry=str(self),
                 fix="write a capacity of 1.0 or more",
             )
 
         if self.chunks > 1 and self.dispatch not in ("send", "bounded"):
-            raise PlanError(
+            raise self.error(
                 f"chunks={self.chunks} cut the rows that are sent, and the dispatch is {self.dispatch!r}",
-                plan_entry=str(self),
                 fix='write dispatch="send", or dispatch="bounded" with a capacity, or leave chunks out',
             )
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("ep", self.axis, self.glob)
 
     def applies_to(self, module: str) -> bool:
         """Return whether the entry applies to the experts of module ``module``."""
@@ -69,9 +61,8 @@ class Ep(BatchEntry):
             for name in modules[module]:
                 param = params[names[name]]
                 if len(param.shape) < 2:
-                    raise PlanError(
+                    raise self.error(
                         f"parameter {name!r} of shape {param.shape} has no dim for experts",
-                        plan_entry=str(self),
                         fix="match only modules with all experts' weights in one tensor, the experts first",
                     )
                 placed[names[name]] = param.split(0, self.axis, str(self)).keeping(self.axis)
@@ -80,7 +71,7 @@ class Ep(BatchEntry):
     @property
     def call(self) -> Call:
         options = {name: value for name, value in super().call[1].items() if name in ("dispatch", "capacity", "chunks")}
-        return "ep", {"axis": self.axis, "experts": self.glob, **options}
+        return self.constructor, {"axis": self.axis, "experts": self.glob, **options}
 
     @property
     def row(self) -> tuple[str, str, str]:

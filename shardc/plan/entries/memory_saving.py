@@ -6,30 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from shardc.errors import PlanError
-from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
+from shardc.plan.entries.entry import Call, CheckedEntry
 from shardc.plan.match import must_match
 from shardc.plan.placed import Placed, SavePolicy
-from shardc.validate import Range, check_fields
+from shardc.validate import Range
 
 
 @dataclass(frozen=True)
-class Offload(Entry):
+class Offload(CheckedEntry):
     """Keeps the parameters that ``glob`` matches on the host, or exempts them from an earlier entry. The fields are the
     arguments of `shardc.offload`.
     """
 
+    constructor = "offload"
+    identity = ("glob",)
+
     glob: str
     to: Annotated[str, Literal["host", "device"]] = "host"
     pin_memory: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return ("offload", self.glob)
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
         matches = {names[name] for name in must_match(self.glob, names, "parameter", str(self))}
@@ -39,7 +33,7 @@ class Offload(Entry):
     @property
     def call(self) -> Call:
         options = super().call[1]
-        return "offload", {"names": (options.pop("glob"),), **options}
+        return self.constructor, {"names": (options.pop("glob"),), **options}
 
     @property
     def group(self) -> tuple[tuple[str, ...], int]:
@@ -52,15 +46,12 @@ class Offload(Entry):
 
 
 @dataclass(frozen=True)
-class Save(Entry):
+class Save(CheckedEntry):
     """Chooses where activations of modules are kept for backward. The fields are the arguments of `shardc.save`."""
 
     glob: str
     where: Annotated[str, Literal["host", "device", "recompute"]]
     ops: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
 
     def saves(self, modules: Sequence[str]) -> list[SavePolicy]:
         matches = must_match(self.glob, modules, "module", str(self))
@@ -85,27 +76,19 @@ class Save(Entry):
 
 
 @dataclass(frozen=True)
-class ChunkedLoss(Entry):
+class ChunkedLoss(CheckedEntry):
     """Computes logits and their loss in ``chunks`` parts of the rows (tokens), one part after another
     (`shardc.chunked_loss`).
     """
 
+    constructor = "chunked_loss"
+    identity = ()
+
     chunks: Annotated[int, Range(1)] = 8
-
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return ("chunked_loss",)
 
     @property
     def settings(self) -> dict[str, object]:
         return {"chunked_loss": self.chunks}
-
-    @property
-    def call(self) -> Call:
-        return "chunked_loss", super().call[1]
 
     @property
     def row(self) -> tuple[str, str, str]:

@@ -6,29 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from shardc.errors import PlanError
 from shardc.ir.mesh import MICRO, Mesh
-from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
-from shardc.validate import Range, check_fields
+from shardc.plan.entries.entry import CheckedEntry, Entry
+from shardc.validate import Range
 
 
 @dataclass(frozen=True)
-class Microbatches(Entry):
+class Microbatches(CheckedEntry):
     """Splits dim 0 of the inputs of each rank into ``count`` microbatches, by an axis of the mesh (`Mesh.timed`).
 
     The fields are those of `shardc.microbatches`.
     """
 
+    constructor = "microbatches"
+    identity = ()
+
     count: Annotated[int, Range(1)]
     reduce: Literal["step", "microbatch"] = "step"
-
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return ("microbatches",)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -36,15 +30,10 @@ class Microbatches(Entry):
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         if MICRO in mesh and not mesh.time:
-            raise PlanError(
+            raise self.error(
                 f"{MICRO!r} is the axis of microbatches, and the mesh {mesh} has one of that name",
-                plan_entry=str(self),
                 fix="give the axis of the mesh another name",
             )
-
-    @property
-    def call(self) -> Call:
-        return "microbatches", super().call[1]
 
     @property
     def row(self) -> tuple[str, str, str]:

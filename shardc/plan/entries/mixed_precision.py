@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import Placed
@@ -43,6 +42,8 @@ class Precision(Entry):
             module has the last policy that matches it, and no other. An entry with ``matmul`` alone leaves the dtypes
             of earlier ones as they are.
     """
+
+    constructor = "precision"
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -96,12 +97,8 @@ class Precision(Entry):
     @property
     def of_products(self) -> bool:
         """Return whether the entry only says how matrix products are computed (``matmul``), and sets no dtypes."""
-        return self.matmul is not None and self.non_defaults.keys() <= {
-            "matmul",
-            "scaling",
-            "modules",
-            "full_precision_eval",
-        }
+        of_products = {"matmul", "scaling", "modules", "full_precision_eval"}
+        return self.matmul is not None and self.call[1].keys() <= of_products
 
     @property
     def scaled(self) -> str:
@@ -109,17 +106,8 @@ class Precision(Entry):
         return (self.scaling or "tensorwise") if self.matmul == "float8" else ""
 
     @property
-    def non_defaults(self) -> dict[str, Any]:
-        """Return name -> value of the fields that are not at their defaults."""
-        return super().call[1]
-
-    @property
-    def call(self) -> Call:
-        return "precision", self.non_defaults
-
-    @property
     def row(self) -> tuple[str, str, str]:
-        dtypes = ", ".join(f"{name} {value}" for name, value in self.non_defaults.items() if name != "modules")
+        dtypes = ", ".join(f"{name} {value}" for name, value in self.call[1].items() if name != "modules")
         return "precision", ", ".join(self.modules) or "all", dtypes
 
 

@@ -9,17 +9,19 @@ from typing import Annotated
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
 from shardc.ir.schedules import ORDERS, Schedule, schedule
-from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
-from shardc.validate import Range, check_fields, near
+from shardc.plan.entries.entry import Call, CheckedEntry, Entry
+from shardc.validate import Range, near
 
 
 @dataclass(frozen=True)
-class Pp(Entry):
+class Pp(CheckedEntry):
     """Cuts the model into stages over ``axis``, and runs them as ``schedule`` says.
 
     The fields are those of `shardc.pp`.
     """
+
+    constructor = "pp"
+    identity = ()
 
     axis: str
     schedule: str = "1f1b"
@@ -28,21 +30,14 @@ class Pp(Entry):
     stages_per_rank: Annotated[int, Range(1)] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
+        super().__post_init__()
         if self.schedule not in ORDERS:
-            raise PlanError(
-                f"there is no schedule {self.schedule!r}", plan_entry=str(self), fix=near(self.schedule, ORDERS)
-            )
+            raise self.error(f"there is no schedule {self.schedule!r}", fix=near(self.schedule, ORDERS))
         if isinstance(self.cut, str) and self.cut != "auto":
-            raise PlanError(
+            raise self.error(
                 f"cut={self.cut!r} is neither a list of globs nor 'auto'",
-                plan_entry=str(self),
                 fix=f"write cut=[{self.cut!r}]",
             )
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return ("pp",)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -55,9 +50,8 @@ class Pp(Entry):
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         if self.axis in batch:
-            raise PlanError(
+            raise self.error(
                 f"{batch[self.axis]} splits the batch over {self.axis!r}, the axis of the stages",
-                plan_entry=str(self),
                 fix="give the stages an axis of their own",
             )
 
@@ -74,10 +68,8 @@ class Pp(Entry):
 
     @property
     def call(self) -> Call:
-        name, arguments = "pp", super().call[1]
-        if isinstance(self.cut, tuple):
-            arguments = {**arguments, "cut": list(self.cut)}
-        return name, arguments
+        name, arguments = super().call
+        return name, arguments | ({"cut": list(self.cut)} if isinstance(self.cut, tuple) else {})
 
     @property
     def row(self) -> tuple[str, str, str]:

@@ -10,12 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from shardc.errors import PlanError
 from shardc.ir.module_paths import is_in
-from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
+from shardc.plan.entries.entry import Call, CheckedEntry, Entry
 from shardc.plan.layout_spec import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.plan.match import flatten, matching, must_match, near_names, shorten, split_target
 from shardc.plan.placed import Placed
-from shardc.validate import Bytes, Range, check_fields, checked, did_you_mean
+from shardc.validate import Bytes, Range, checked, did_you_mean
 
 
 class Raw(Entry):
@@ -98,7 +97,7 @@ class Port(Spec):
         specs = {at: self.spec for at, name in enumerate(names) if self._is_about(name, arguments)}
         if not specs:
             fix = did_you_mean(near_names(self.path, list(names))[:1], f"the {kind} are {shorten(list(names))}")
-            raise PlanError(f"there is no {kind.removesuffix('s')} {self.path!r}", plan_entry=str(self), fix=fix)
+            raise self.error(f"there is no {kind.removesuffix('s')} {self.path!r}", fix=fix)
         return specs
 
     def _is_about(self, name: str, arguments: list[str]) -> bool:
@@ -136,9 +135,8 @@ class Activation(Spec):
         matches = matching(target.glob, modules)
         whole = matching(self.target, modules) if target.where and not target.explicit else []
         if matches and whole:
-            raise PlanError(
+            raise self.error(
                 f"{self.target!r} is the {target.where} of {matches[0]!r} and also the module {whole[0]!r}",
-                plan_entry=str(self),
                 fix=f"write '{target.glob}:{target.where}' for the {target.where}, or '{self.target}:output' for that "
                 "module's output",
             )
@@ -149,14 +147,11 @@ class Activation(Spec):
 
 
 @dataclass(frozen=True)
-class Prefetch(Raw):
+class Prefetch(Raw, CheckedEntry):
     """Starts the gathers of the parameters of ``modules`` before ``module`` computes, in forward and in backward."""
 
     module: str
     modules: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -169,7 +164,7 @@ class Prefetch(Raw):
         for name in (self.module, *self.modules):
             if name not in modules:
                 fix = did_you_mean(near_names(name, list(modules)), f"there are {shorten(list(modules))}")
-                raise PlanError(f"there is no module {name!r}", plan_entry=str(self), fix=fix)
+                raise self.error(f"there is no module {name!r}", fix=fix)
         return {}
 
     @property

@@ -6,35 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
-from shardc.plan.constructor_calls import Call
-from shardc.plan.entries.entry import Entry
+from shardc.plan.entries.entry import Call, CheckedEntry, Entry
 from shardc.plan.match import must_match
 from shardc.plan.placed import Placed
-from shardc.validate import check_fields
 
 STYLES = ("colwise", "rowwise", "vocab")
 PACKED = "in_proj_weight"  # in `torch.nn.MultiheadAttention`: the stacked weights of queries, keys and values
 
 
 @dataclass(frozen=True)
-class Tp(Entry):
+class Tp(CheckedEntry):
     """Splits the modules that ``glob`` matches over ``axis``, in one of `STYLES`.
 
     The packed weight of a `torch.nn.MultiheadAttention` is matched by its own name: ``attn.in_proj_weight``.
     """
 
+    constructor = "tp"
+    identity = ("axis", "glob")
+
     axis: str
     style: Annotated[str, Literal["colwise", "rowwise", "vocab"]]
     glob: str
-
-    def __post_init__(self) -> None:
-        check_fields(self, PlanError, "", plan_entry=str(self))
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return ("tp", self.axis, self.glob)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -43,9 +36,8 @@ class Tp(Entry):
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         super().check(mesh, batch)
         if shared := [entry for axis, entry in batch.items() if mesh.overlap(axis, self.axis)]:
-            raise PlanError(
+            raise self.error(
                 f"axis {self.axis!r} is given to TP and to {shared[0]}",
-                plan_entry=str(self),
                 fix="use one axis for the batch and another for TP",
             )
 
@@ -56,9 +48,8 @@ class Tp(Entry):
         for match in must_match(self.glob, of, "module with a weight", str(self)):
             weight, packed = of[match], _is_packed(of[match])
             if packed and self.style != "colwise":
-                raise PlanError(
+                raise self.error(
                     f"{weight!r} has the weights of queries, keys and values, which only colwise can split",
-                    plan_entry=str(self),
                     fix=f"write colwise={[self.glob]!r}, and rowwise for the module's out_proj",
                 )
             dims = {names[weight]: 1 if self.style == "rowwise" else 0}
@@ -81,16 +72,15 @@ class Tp(Entry):
         dim.
         """
         if dim >= param.layout.ndim:
-            raise PlanError(
+            raise self.error(
                 f"parameter {param.name!r} of shape {param.shape} has no dim {dim} for {self.style} to split",
-                plan_entry=str(self),
                 fix="match only modules whose weight is a matrix",
             )
         return param.split(dim, self.axis, str(self))
 
     @property
     def call(self) -> Call:
-        return "tp", {"axis": self.axis, self.style: [self.glob]}
+        return self.constructor, {"axis": self.axis, self.style: [self.glob]}
 
     @property
     def group(self) -> tuple[tuple[str, ...], int]:
