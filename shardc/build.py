@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -41,10 +41,11 @@ from shardc.precompiled.program_key import described
 from shardc.program import Program, Rebuild, Source
 from shardc.runtime.groups import Groups
 from shardc.runtime.identity_guards import ModuleSnapshot
-from shardc.runtime.signature import Signature, TorchGlobalState
+from shardc.runtime.signature import Example, Signature, TorchGlobalState
 from shardc.runtime.step import named_groups, use_groups
 
 
+@dataclass(eq=False)
 class Build:
     """Compiles the programs of one module, each for a model and example inputs at global shapes.
 
@@ -62,27 +63,22 @@ class Build:
         pp: the stages of the plan's pipeline; ``mesh`` is that of one stage then.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        param_sizes: tuple[Sizes, Mapping[str, str]],
-        device: torch.device,
-        loss: Callable[..., PyTree] | None,
-        options: Options,
-        groups: Groups | None,
-        dynamic: DynamicDims,
-        runs: bool = False,
-        warns: bool = True,
-        kinds: tuple[type[Program], type[SizedProgram]] = (Program, SizedProgram),
-        pp: PipelineStages | None = None,
-    ) -> None:
-        self.pp = pp
-        self.kinds, self.runs, self.warns = kinds, runs, warns
-        self.groups, self.param_sizes = groups, param_sizes
-        self.plan, self.mesh, self.params = plan, mesh, resolve_params(plan, mesh, *param_sizes)
-        self.device, self.loss, self.options = device, loss, options
-        self.dynamic, self.families = dynamic, Families(kinds[1])
+    plan: Plan
+    mesh: Mesh
+    param_sizes: tuple[Sizes, Mapping[str, str]]
+    device: torch.device
+    loss: Callable[..., PyTree] | None
+    options: Options
+    groups: Groups | None
+    dynamic: DynamicDims
+    runs: bool = False
+    warns: bool = True
+    kinds: tuple[type[Program], type[SizedProgram]] = (Program, SizedProgram)
+    pp: PipelineStages | None = None
+
+    def __post_init__(self) -> None:
+        self.params = resolve_params(self.plan, self.mesh, *self.param_sizes)
+        self.families = Families(self.kinds[1])
 
     def for_copy(self) -> Build:
         """Returns a builder for a copy of the module: the same plan, without programs for dynamic sizes."""
@@ -91,24 +87,17 @@ class Build:
         return build
 
     def __call__(
-        self,
-        template: nn.Module,
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        with_loss: bool,
-        deferred: Deferred = NOTHING,
-        captured: Captured | None = None,
+        self, template: nn.Module, example: Example, deferred: Deferred = NOTHING, captured: Captured | None = None
     ) -> Program:
-        """Compiles the model ``template`` for example inputs ``args`` and ``kwargs`` at global shapes, and returns the
-        program.
+        """Compiles the model ``template`` for the inputs ``example`` at global shapes, and returns the program.
 
         Args:
             template: the model, on ``meta``.
-            args, kwargs: example inputs at global shapes, with the targets if ``with_loss``.
+            example: example inputs at global shapes.
             deferred: parameters whose gradients stay unreduced.
             captured: the captured model, if there is one already.
         """
-        key = self._key(template, args, kwargs, with_loss)
+        key = self._key(template, example)
         if self.pp is not None and deferred:
             raise PlanError(
                 "a backward that leaves gradients unreduced (no_sync) does not run in the stages of a pipeline",
@@ -119,16 +108,14 @@ class Build:
         def make(joint: Joint, folded: Folded | None) -> Program:
             """Returns the program of a joint graph, with its guards and the functions that compile it anew."""
             guards = Guards.of(joint.captured.reads if folded is None else folded.reads, template, self.loss)
-            rebuild = self._rebuilder(template, args, kwargs, with_loss)
-            return self.kinds[0](
-                joint, Source(key, guards, rebuild, self._lower_again, type(template).__name__), folded
-            )
+            source = Source(key, guards, self._rebuilder(template, example), self._lower_again, type(template).__name__)
+            return self.kinds[0](joint, source, folded)
 
-        mesh = self.mesh.timed(self.plan.setting("microbatches"))
+        mesh = self._timed_mesh
         params = self.params if mesh == self.mesh else {name: param.on(mesh) for name, param in self.params.items()}
         request = Request(
-            template, mesh, self.plan, params, args, kwargs, self.device, self.loss if with_loss else None,
-            self.options, deferred, keep_stages=not self.runs, pp=self.pp,
+            template, mesh, self.plan, params, example.args, example.kwargs, self.device,
+            self.loss if example.with_loss else None, self.options, deferred, keep_stages=not self.runs, pp=self.pp,
         )  # fmt: skip
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
             program = build_folded(request, make)
@@ -138,6 +125,11 @@ class Build:
         if self.options.dump:
             program.write_stages(self.options.dump)
         return program
+
+    @property
+    def _timed_mesh(self) -> Mesh:
+        """The mesh, with an axis of microbatches if the plan has some."""
+        return self.mesh.timed(self.plan.setting("microbatches"))
 
     def _warn_repeated(self, program: Program) -> None:
         """Warns, once per module, if all ranks along a mesh axis repeat the same compute, and says where."""
@@ -150,10 +142,9 @@ class Build:
             self.warns = False
             warnings.warn(ShardcWarning(str(warning)), stacklevel=3)
 
-    def _key(
-        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool
-    ) -> ProgramKey:
+    def _key(self, template: nn.Module, example: Example) -> ProgramKey:
         """Returns the `ProgramKey` of a program, which is known before its capture."""
+        args, kwargs, with_loss = example
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = TorchGlobalState.now(self.device)
         call = Signature.of(ModuleSnapshot(template).mode(), around, names, args, kwargs)
@@ -161,27 +152,12 @@ class Build:
         mesh = self.mesh if self.pp is None else self.pp.mesh
         return ProgramKey(call, model, self.device.type, mesh, self.plan, repr(self.options))
 
-    def stored(
-        self,
-        template: nn.Module,
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        with_loss: bool,
-        evaluates: bool = False,
-    ) -> Executable:
+    def stored(self, template: nn.Module, example: Example, evaluates: bool = False) -> Executable:
         """Loads the program that an earlier start or another rank has stored; else compiles and stores it.
 
         ``evaluates`` stores the inference graph too.
         """
-        fresh = partial(self, template, args, kwargs, with_loss)
-        if not (self.runs and self.options.program_cache and caches()):
-            store: Store | str = (
-                "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
-            )
-        elif any(isinstance(module, InnerTensors) for module in template.modules()):
-            store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
-        else:
-            store = Store.of(program_folder(), self._key(template, args, kwargs, with_loss), self.options)
+        fresh, store = partial(self, template, example), self._store(template, example)
         if isinstance(store, str):
             program = fresh()
             program.stored = f"not stored: {store}"
@@ -202,12 +178,18 @@ class Build:
             program.stored = store.add(program, reached, ops, texts, evaluates)
         return program
 
+    def _store(self, template: nn.Module, example: Example) -> Store | str:
+        """Returns the store of the programs for the inputs ``example``, or as text why they are not stored."""
+        if not (self.runs and self.options.program_cache and caches()):
+            return "the store is off, by Options(program_cache=False), SHARDC_STORE=0 or Inductor's settings"
+        if any(isinstance(module, InnerTensors) for module in template.modules()):
+            return "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
+        return Store.of(program_folder(), self._key(template, example), self.options)
+
     def sized(
         self,
         template: Callable[[], nn.Module],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        with_loss: bool,
+        example: Example,
         call: Signature,
         deferred: Deferred,
         holds: Callable[[Guards], bool],
@@ -217,99 +199,102 @@ class Build:
 
         Args:
             template: returns the template; called if there is no program yet.
-            args, kwargs: inputs at global shapes.
-            with_loss: whether they include the loss's targets.
+            example: inputs at global shapes.
             call: the signature of the call.
             deferred: the gradients that are left unreduced.
             holds: returns whether guards still hold: a capture would read the same values now.
         """
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        inputs = list(zip(call.names, leaves, strict=True))
-        dims, sizes = self.dynamic.of(inputs)
+        leaves = pytree.tree_leaves((tuple(example.args), dict(example.kwargs)))
+        dims, sizes = self.dynamic.of(list(zip(call.names, leaves, strict=True)))
         if not sizes:
             return None
-        mesh = self.mesh.timed(self.plan.setting("microbatches"))
+        return self.families.program(
+            (call.without(dims), deferred),
+            sizes,
+            holds,
+            family=lambda: self._family(template(), example, call.names, dims, sizes, deferred),
+            alone=lambda: self(template(), example, deferred),
+        )
 
-        def at(wanted: Mapping[str, int]) -> tuple[PyTree, PyTree]:
-            leaves_at = [
-                torch.empty(
-                    [wanted[dims[name][dim]] if dim in dims.get(name, {}) else n for dim, n in enumerate(x.shape)],
-                    dtype=x.dtype, device="meta", requires_grad=x.requires_grad,
-                ) if isinstance(x, Tensor) else x
-                for name, x in inputs
-            ]  # fmt: skip
-            return pytree.tree_unflatten(leaves_at, spec)
+    def _family(
+        self,
+        model: nn.Module,
+        example: Example,
+        names: Sequence[str],
+        dims: Mapping[str, Mapping[int, str]],
+        sizes: Mapping[str, int],
+        deferred: Deferred,
+    ) -> Family | None:
+        """Returns the one program of ``model`` for many sizes; None, with a warning that says why, if there is none.
 
-        def family() -> Family | None:
-            loss, model = self.loss if with_loss else None, template()
-            pins = resolve_activations(self.plan, [name for name, _ in model.named_modules()])
-            tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-            precision = self.plan.precision.mode(model.training)
-            dtypes = Dtypes.of(model, precision.of, precision.scaled)
+        Args:
+            example, names: inputs at global shapes, and the name of each.
+            dims: input -> dim -> name of its size.
+            sizes: name -> size in ``example``.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(example.args), dict(example.kwargs)))
+        pins = resolve_activations(self.plan, [name for name, _ in model.named_modules()])
+        tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
+        precision = self.plan.precision.mode(model.training)
+        dtypes = Dtypes.of(model, precision.of, precision.scaled)
+        loss = self.loss if example.with_loss else None
 
-            def captured(hints: Mapping[str, int]) -> SymbolicCapture:
-                example, named = at(hints)
-                return capture_symbolic(
-                    model, example, named, dims, device=self.device, loss=loss, tags=tags, dtypes=dtypes
-                )
+        def leaves_at(wanted: Mapping[str, int]) -> list[PyTree]:
+            """Returns the inputs at the sizes ``wanted``, in order: tensors on ``meta``, and constants."""
 
-            def build(options: Options, capture: Captured, wanted: Mapping[str, int]) -> Program:
-                builder = copy.copy(self)
-                builder.options = options
-                return builder(model, *at(wanted), with_loss, deferred, capture)
+            def shape(name: str, x: Tensor) -> list[int]:
+                dynamic = dims.get(name, {})
+                return [wanted[dynamic[dim]] if dim in dynamic else size for dim, size in enumerate(x.shape)]
 
-            def layouts(wanted: Mapping[str, int]) -> list[tuple[str, Layout]]:
-                tensors = [x for x in pytree.tree_leaves(at(wanted)) if isinstance(x, Tensor)]
-                named = [name for name, x in inputs if isinstance(x, Tensor)]
-                shapes = [(name, tuple(x.shape)) for name, x in zip(named, tensors, strict=True)]
-                ports = resolve_inputs(self.plan, mesh, shapes)
-                return [(name, port.layout) for name, port in zip(named, ports, strict=True)]
+            inputs = zip(names, leaves, strict=True)
+            return [_on_meta(x, shape(name, x)) if isinstance(x, Tensor) else x for name, x in inputs]
 
-            def build_family(options: Options) -> Family:
-                return Family(captured, partial(build, options), layouts, sizes, mesh.ranks)
+        def example_at(wanted: Mapping[str, int]) -> Example:
+            return Example(*pytree.tree_unflatten(leaves_at(wanted), spec), example.with_loss)
 
+        def capture_at(hints: Mapping[str, int]) -> SymbolicCapture:
+            args, kwargs, _ = example_at(hints)
+            return capture_symbolic(model, args, kwargs, dims, device=self.device, loss=loss, tags=tags, dtypes=dtypes)
+
+        def build_at(options: Options, capture: Captured, wanted: Mapping[str, int]) -> Program:
+            builder = copy.copy(self)
+            builder.options = options
+            return builder(model, example_at(wanted), deferred, capture)
+
+        def layouts_at(wanted: Mapping[str, int]) -> list[tuple[str, Layout]]:
+            inputs = zip(names, leaves_at(wanted), strict=True)
+            shapes = [(name, tuple(x.shape)) for name, x in inputs if isinstance(x, Tensor)]
+            ports = resolve_inputs(self.plan, self._timed_mesh, shapes)
+            return [(name, port.layout) for (name, _), port in zip(shapes, ports, strict=True)]
+
+        # If ops run in chunks, the saved values may depend on the sizes: then once more without.
+        for options in (self.options, replace(self.options, decompose=1))[: 1 + in_pieces(self.options)]:
             try:
-                try:
-                    return build_family(self.options)
-                except Differs:
-                    if not in_pieces(self.options):
-                        raise
-                    # Saved values of chunked ops may depend on the sizes.
-                    return build_family(replace(self.options, decompose=1))
+                return Family(capture_at, partial(build_at, options), layouts_at, sizes, self._timed_mesh.ranks)
             except Differs as error:
-                reason = CaptureError(
-                    f"there is no one program for all sizes {', '.join(sizes)}: {error}",
-                    fix="leave one of them out of dynamic; each of its sizes is compiled for itself then, as now",
-                )
-                if self.options.strict:
-                    raise reason from None
-                warnings.warn(ShardcWarning(str(reason)), stacklevel=2)
-                return None
+                why = str(error)
+        reason = CaptureError(
+            f"there is no one program for all sizes {', '.join(sizes)}: {why}",
+            fix="leave one of them out of dynamic; each of its sizes is compiled for itself then, as now",
+        )
+        if self.options.strict:
+            raise reason
+        warnings.warn(ShardcWarning(str(reason)), stacklevel=2)
+        return None
 
-        key = call.without(dims), deferred
-        alone = partial(self, args=args, kwargs=kwargs, with_loss=with_loss, deferred=deferred)
-        return self.families.program(key, sizes, holds, family, lambda: alone(template()))
-
-    def _rebuilder(
-        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool
-    ) -> Rebuild:
+    def _rebuilder(self, template: nn.Module, example: Example) -> Rebuild:
         """Returns a function that compiles the program for another mesh with the same axes, and other input shapes."""
-        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-
-        def like(x: Tensor, shape: Sequence[int]) -> Tensor:
-            return torch.empty(tuple(shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-
-        leaves = [like(x, x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        inputs = (tuple(example.args), example.kwargs)
+        on_meta = pytree.tree_map_only(Tensor, lambda x: _on_meta(x, x.shape), inputs)
 
         def rebuild(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
             sizes = iter(shapes)
-            new_leaves = [like(x, next(sizes)) if isinstance(x, Tensor) else x for x in leaves]
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: _on_meta(x, next(sizes)), on_meta)
             build = Build(
                 self.plan, mesh, self.param_sizes, self.device, self.loss, self.options, None, DynamicDims({}),
                 warns=False, kinds=self.kinds,
             )  # fmt: skip
-            new_args, new_kwargs = pytree.tree_unflatten(new_leaves, spec)
-            return build(template, new_args, new_kwargs, with_loss)
+            return build(template, Example(args, kwargs, example.with_loss))
 
         return rebuild
 
@@ -343,3 +328,8 @@ class Build:
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]:
         """Return the layouts of inputs under the plan; ``shapes`` has (name, global shape) of each."""
         return [port.layout for port in resolve_inputs(self.plan, self.mesh, shapes)]
+
+
+def _on_meta(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns an empty tensor of ``shape`` on ``meta``, otherwise like ``x``."""
+    return torch.empty(tuple(shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

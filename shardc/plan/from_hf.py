@@ -19,35 +19,17 @@ from shardc.plan.entries.entry import in_order
 from shardc.plan.layout_spec import OnAxes
 from shardc.plan.match import by_part, matching
 
-# Style -> the part of a weight (output features, input features) that it splits; "" if it splits nothing.
-HF_STYLES: dict[str, str] = {
-    "colwise": "output",
-    "colwise_rep": "output",
-    "colwise_gather_output": "output",
-    "local_colwise": "output",
-    "embedding_colwise": "output",
-    "packed_colwise": "packed output",
-    "local_packed_colwise": "packed output",
-    "rowwise": "input",
-    "rowwise_rep": "input",
-    "rowwise_split_input": "input",
-    "embedding_rowwise": "input",
-    "local_rowwise": "input",
-    "packed_rowwise": "packed input",
-    "local_packed_rowwise": "packed input",
-    "grouped_gemm": "experts",
-    "ep_dispatch_experts": "experts",
-    "sequence_parallel": "",
-    "replicated_with_grad_allreduce": "",
-    "replicate": "",
-    "local": "",
-    "gather": "",
-    "all_reduce": "",
-    "local_params": "",
-    "mla_kv_a_proj": "",
-    "moe_identity_expert": "",
-    "moe_tp_experts": "",
+# Part of a weight (output features, input features) -> the styles that split it; "" for styles that split nothing.
+_BY_SPLIT = {
+    "output": "colwise colwise_rep colwise_gather_output local_colwise embedding_colwise",
+    "packed output": "packed_colwise local_packed_colwise",
+    "input": "rowwise rowwise_rep rowwise_split_input embedding_rowwise local_rowwise",
+    "packed input": "packed_rowwise local_packed_rowwise",
+    "experts": "grouped_gemm ep_dispatch_experts",
+    "": "sequence_parallel replicated_with_grad_allreduce replicate local gather all_reduce local_params mla_kv_a_proj "
+    "moe_identity_expert moe_tp_experts",
 }
+HF_STYLES = {style: part for part, styles in _BY_SPLIT.items() for style in styles.split()}
 GATHERED = ("colwise_rep", "colwise_gather_output")
 WHERE = "Plan.from_hf(model)"
 

@@ -28,7 +28,7 @@ from shardc.runtime.inputs import no_targets, takes_loss
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.routing import Routing
 from shardc.runtime.sharding_spec import ShardingSpec
-from shardc.runtime.signature import CacheKey, Signature, TorchGlobalState
+from shardc.runtime.signature import CacheKey, Example, Signature, TorchGlobalState
 from shardc.runtime.step import Runner
 
 _SHOWN = 3  # differences in a message
@@ -65,14 +65,9 @@ class Build(Protocol):
     families: Any
     loss: Callable[..., object] | None
 
-    def __call__(
-        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool,
-        deferred: Deferred = NOTHING,
-    ) -> Executable: ...  # fmt: skip
+    def __call__(self, template: nn.Module, example: Example, deferred: Deferred = NOTHING) -> Executable: ...
 
-    def stored(
-        self, template: nn.Module, args: Sequence[PyTree], kwargs: dict[str, PyTree], with_loss: bool, evaluates: bool
-    ) -> Executable:
+    def stored(self, template: nn.Module, example: Example, evaluates: bool) -> Executable:
         """Returns a program from the store of compiled programs on disk, if an earlier run or another rank has put it
         there. Compiles it otherwise.
         """
@@ -80,9 +75,7 @@ class Build(Protocol):
     def sized(
         self,
         template: Callable[[], nn.Module],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        with_loss: bool,
+        example: Example,
         call: Signature,
         deferred: Deferred,
         holds: Callable[[Guards], bool],
@@ -249,8 +242,8 @@ class ProgramCache:
         # Only a trace tells whether the model reads the grad mode; if so, a call without gradients has its own program.
         for grad in True, False:
             with tracing(grad):
-                example = args, kwargs, self.with_loss(args, kwargs)
-                program: Any = self._sized(call, args, kwargs, deferred)
+                example = Example(args, kwargs, self.with_loss(args, kwargs))
+                program: Any = self._sized(call, example, deferred)
                 if program is None:
                     program = self.find(call, deferred)
                 compared = program
@@ -264,9 +257,9 @@ class ProgramCache:
                         build, model = self.build, self.params.present()
                         # The store has neither the graphs after each pass nor programs of `no_sync`.
                         if needs_dumps or deferred:
-                            program = build(model, *example, deferred)
+                            program = build(model, example, deferred)
                         else:
-                            program = build.stored(model, *example, evaluates)
+                            program = build.stored(model, example, evaluates)
                     if compared is None:
                         self.add(program)
                     else:  # calls go on with the one that ranks have compared
@@ -316,14 +309,11 @@ class ProgramCache:
                 return f"{len(deferred.names)} gradients stay unreduced and {len(key.deferred.names)} did (no_sync)"
         return _listed(min((call.differences(key.call) for key in latest_first), key=len))
 
-    def _sized(
-        self, call: Signature, args: Sequence[PyTree], kwargs: dict[str, PyTree], deferred: Deferred
-    ) -> Executable | None:
+    def _sized(self, call: Signature, example: Example, deferred: Deferred) -> Executable | None:
         """Returns the program for a call whose inputs have dynamic sizes, compiled if there is none yet. Returns None
         if no size is dynamic.
         """
-        example = args, kwargs, self.with_loss(args, kwargs)
-        program = self.build.sized(self.params.present, *example, call, deferred, self.holds)
+        program = self.build.sized(self.params.present, example, call, deferred, self.holds)
         # The guards of a new program are not known to hold: the quick identity checks must cover what it has read, too.
         if program is not None and (program.guards, torch.is_grad_enabled()) not in self._holding:
             self._watch()

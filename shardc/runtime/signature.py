@@ -26,6 +26,19 @@ from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.validate import torch_name
 
 
+class Example(NamedTuple):
+    """The arguments of a call at global shapes, for which a program is compiled.
+
+    Args:
+        args, kwargs: the arguments, with the targets of the loss if ``with_loss``.
+        with_loss: whether the program includes the loss.
+    """
+
+    args: Sequence[PyTree]
+    kwargs: dict[str, PyTree]
+    with_loss: bool
+
+
 class TorchGlobalState(NamedTuple):
     """Global settings of torch on which the captured ops of a model depend, such as autocast.
 
