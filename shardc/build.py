@@ -33,7 +33,7 @@ from shardc.passes.options import Options
 from shardc.passes.unfold import Folded
 from shardc.plan.layout_spec import PerRank
 from shardc.plan.pipeline_stages import PipelineStages
-from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
+from shardc.plan.ports import numbered, resolve_activations, resolve_inputs, resolve_saves
 from shardc.plan.resolve import Sizes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import ProgramKey, Store, load
@@ -111,11 +111,12 @@ class Build:
             source = Source(key, guards, self._rebuilder(template, example), self._lower_again, type(template).__name__)
             return self.kinds[0](joint, source, folded)
 
-        mesh = self._timed_mesh
+        mesh, modules = self._timed_mesh, [name for name, _ in template.named_modules()]
         params = self.params if mesh == self.mesh else {name: param.on(mesh) for name, param in self.params.items()}
         request = Request(
             template, mesh, self.plan, params, example.args, example.kwargs, self.device,
-            self.loss if example.with_loss else None, self.options, deferred, keep_stages=not self.runs, pp=self.pp,
+            self.loss if example.with_loss else None, self.options, resolve_activations(self.plan, modules),
+            resolve_saves(self.plan, modules), deferred, keep_stages=not self.runs, pp=self.pp,
         )  # fmt: skip
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
             program = build_folded(request, make)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
-from shardc.capture import Dtypes, find_repeats, shortened
+from shardc.capture import find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir.gc_control import uncollected
 from shardc.ir.guards import Lookup, Read, Reads
@@ -21,9 +21,6 @@ from shardc.ir.module_paths import name_in
 from shardc.ir.repeat import Repeat, Repeats
 from shardc.joint import Joint, Request, build_joint
 from shardc.passes.unfold import Folded, NotPeriodic
-from shardc.plan.placed import SavePolicy
-from shardc.plan.ports import ActivationPin
-from shardc.plan.resolve import ParamPlan
 from shardc.program import Program
 
 # Numbers of captured blocks per run to try. The first and last may differ from the inner ones, two of which are
@@ -66,8 +63,8 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
 def few_of(request: Request, repeats: Repeats) -> Request:
     """Returns ``request`` for the model shortened to a few of its repeated blocks."""
     params = {repeats.short(name): param for name, param in request.params.items()}
-    pins = [(repeats.short(pin.module), pin) for pin in request.activations()]
-    saves = [(repeats.short(policy.module), policy) for policy in request.policies()]
+    pins = [(repeats.short(pin.module), pin) for pin in request.pins]
+    saves = [(repeats.short(policy.module), policy) for policy in request.saves]
     return replace(
         request,
         params={name: param for name, param in params.items() if name is not None},
@@ -157,28 +154,22 @@ def alike_parts(request: Request, run: Repeat) -> list[Repeat]:
     """Splits ``run``, consecutive equal blocks, where the plan treats neighbouring blocks differently. Returns the
     pieces in order.
     """
-    pins, dtypes, saves = request.activations(), request.dtypes, request.policies()
     parts = [Repeat(run.path, run.first, 0)]
-    for _, group in groupby(run.names(), lambda name: _plan_settings(name, request.params, pins, saves, dtypes)):
+    for _, group in groupby(run.names(), lambda name: _plan_settings(name, request)):
         parts.append(Repeat(run.path, parts[-1].first + parts[-1].count, len(list(group))))
     return parts[1:]
 
 
-def _plan_settings(
-    block: str,
-    params: Mapping[str, ParamPlan],
-    pins: Sequence[ActivationPin],
-    saves: Sequence[SavePolicy],
-    dtypes: Dtypes,
-) -> object:
+def _plan_settings(block: str, request: Request) -> object:
     """Returns the plan's settings for the repeated ``block``, by names within the block. Blocks with equal settings may
     be folded.
     """
-    own_params = {name_in(name, block): param for name, param in params.items()}
-    own_pins = [(name_in(pin.module, block), pin) for pin in pins]
+    params = {name_in(name, block): param for name, param in request.params.items()}
+    pins = [(name_in(pin.module, block), pin) for pin in request.pins]
+    saves = [(name_in(policy.module, block), policy) for policy in request.saves]
     return (
-        {name: param for name, param in own_params.items() if name is not None},
-        [replace(pin, module=name) for name, pin in own_pins if name is not None],
-        [policy.comparable(name) for policy in saves if (name := name_in(policy.module, block)) is not None],
-        dtypes.within(block),
+        {name: param for name, param in params.items() if name is not None},
+        [replace(pin, module=name) for name, pin in pins if name is not None],
+        [policy.comparable(name) for name, policy in saves if name is not None],
+        request.dtypes.within(block),
     )

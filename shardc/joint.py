@@ -115,10 +115,10 @@ class Request:
         device: the device to compile for.
         loss: the loss function, if the call passes its targets; else None.
         options: the options to compile with.
+        pins: the layouts of activations by the plan.
+        saves: the policies by which activations are saved for backward, in the order of the plan's entries.
         deferred: parameters whose gradients stay unreduced and are summed on each rank; see `Program.reduction`.
         keep_stages: copy the graph after each stage, for inspection.
-        pins: layouts of activations by the plan; by default resolved against the model's modules.
-        saves: the policies by which activations are saved for backward; by default resolved too.
         traced_in: dtypes of the model's modules; by default those of the plan.
         pp: the stages of the plan's pipeline; None without one.
     """
@@ -132,10 +132,10 @@ class Request:
     device: torch.device
     loss: Callable[..., PyTree] | None
     options: Options
+    pins: Sequence[ports.ActivationPin]
+    saves: Sequence[SavePolicy]
     deferred: Deferred = NOTHING
     keep_stages: bool = True
-    pins: Sequence[ports.ActivationPin] | None = None
-    saves: Sequence[SavePolicy] | None = None
     traced_in: Dtypes | None = None
     pp: PipelineStages | None = None
 
@@ -144,30 +144,16 @@ class Request:
         """The mixed precision of the plan."""
         return self.plan.precision.mode(self.model.training)
 
-    @property
+    @cached_property
     def dtypes(self) -> Dtypes:
         """Dtypes in which the model's modules are traced."""
         return self.traced_in or Dtypes.of(self.model, self.precision.of, self.precision.scaled)
-
-    def activations(self) -> Sequence[ports.ActivationPin]:
-        """Return an `ActivationPin` for each activation that the plan gives a layout."""
-        if self.pins is not None:
-            return self.pins
-        return ports.resolve_activations(self.plan, self._modules())
-
-    def policies(self) -> Sequence[SavePolicy]:
-        """Return the policies by which activations are saved for backward, in the order of the plan's entries."""
-        return ports.resolve_saves(self.plan, self._modules()) if self.saves is None else self.saves
 
     def lengths(self) -> frozenset[int]:
         """Return the sequence lengths of the inputs: the sizes of the dims that the plan splits as sequences."""
         dims = {entry.sequence[0] for entry in self.plan.entries if entry.sequence is not None}
         shapes = [x.shape for x in pytree.tree_leaves((tuple(self.args), self.kwargs)) if isinstance(x, Tensor)]
         return frozenset(int(shape[dim]) for shape in shapes for dim in dims if dim < len(shape) and shape[dim] > 1)
-
-    def _modules(self) -> list[str]:
-        """Names of the model's modules."""
-        return [name for name, _ in self.model.named_modules()]
 
 
 def build_joint(request: Request, captured: Captured | None = None) -> Joint:
@@ -179,8 +165,7 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
     Raises:
         ShardcError: the plan, the inputs or the model are invalid; nothing has changed then.
     """
-    mesh, options, device, pins = request.mesh, request.options, request.device, request.activations()
-    tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
+    mesh, options, device = request.mesh, request.options, request.device
     if captured is None:
         take = options.capture or capture
         captured = take(
@@ -189,11 +174,11 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
             request.kwargs,
             device=device,
             loss=request.loss,
-            tags=tags,
+            tags=[Tag(pin.module, pin.where, pin.index) for pin in request.pins],
             dtypes=request.dtypes,
             lengths=request.lengths(),
         )
-    bound = bound_of(request, captured, pins)
+    bound = bound_of(request, captured)
     pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
     graphs: dict[str, fx.Graph] = {}
     # The verifier is first: the others take a valid graph.
@@ -206,10 +191,10 @@ def build_joint(request: Request, captured: Captured | None = None) -> Joint:
     return Joint(bound, options, captured, pipeline, local, graphs, work.ops, work.flops)
 
 
-def bound_of(request: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:
+def bound_of(request: Request, captured: Captured) -> BoundPlan:
     """Resolves the plan for a captured model; PlanError if it names an input, output or activation that is missing."""
-    tags = [Tag(pin.module, pin.where, pin.index).name for pin in pins]
-    ports.check_pins(pins, tags, captured.graph.graph)
+    tags = [Tag(pin.module, pin.where, pin.index).name for pin in request.pins]
+    ports.check_pins(request.pins, tags, captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(request.args), request.kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     return BoundPlan(
@@ -217,8 +202,8 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
         request.mesh,
         request.params,
         inputs=tuple(ports.resolve_inputs(request.plan, request.mesh, shapes)),
-        pins=dict(zip(tags, pins, strict=True)),
-        saves=tuple(request.policies()),
+        pins=dict(zip(tags, request.pins, strict=True)),
+        saves=tuple(request.saves),
         outputs=_outputs(request.plan, captured),
         precision=request.precision,
         stored={name: p.dtype for name, p in request.model.named_parameters()},

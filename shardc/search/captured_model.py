@@ -32,6 +32,7 @@ from shardc.passes.options import Options
 from shardc.passes.unfold import NotPeriodic
 from shardc.plan.entries.raw import Activation
 from shardc.plan.pipeline_stages import PipelineStages
+from shardc.plan.ports import resolve_activations, resolve_saves
 from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.report.inspected import InspectedProgram
@@ -77,10 +78,10 @@ class ModelCall:
         """Return the `Request` to compile the model on ``mesh`` under ``plan`` with ``options``."""
         stages = PipelineStages.of(plan, mesh, self.model)
         mesh = (mesh if stages is None else mesh.of_stage(stages.entry.axis)).timed(plan.setting("microbatches"))
-        params = self._resolved(plan, mesh)
+        params, modules = self._resolved(plan, mesh), [name for name, _ in self.model.named_modules()]
         return Request(
-            self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False,
-            pp=stages,
+            self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options,
+            resolve_activations(plan, modules), resolve_saves(plan, modules), keep_stages=False, pp=stages,
         )  # fmt: skip
 
     def _resolved(self, plan: Plan, mesh: Mesh) -> dict[str, ParamPlan]:
@@ -199,7 +200,7 @@ class CapturedModel:
             borders[ir.info(node).origin.phase].setdefault(name, source)
         with shortened(self.source.model, self.repeats), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
-            bound = bound_of(request, replace(self.captured, graph=gm), request.activations())
+            bound = bound_of(request, replace(self.captured, graph=gm))
             pipeline = passes.pipeline(
                 bound, options, self.captured.fake_mode, self.source.device, (min_cut, must_recompute, must_save)
             )
