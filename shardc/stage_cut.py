@@ -10,26 +10,9 @@ from torch import fx
 from shardc import passes, verify
 from shardc._compat import LazyGraphModule
 from shardc.errors import PlanError
+from shardc.ir import executable as step
 from shardc.ir import graph as ir
-from shardc.ir.executable import (
-    BACKWARD,
-    BACKWARDS,
-    CLOSING,
-    FIRST_FORWARD,
-    FIRST_INFERENCE,
-    FORWARD,
-    GATHERS,
-    GRADIENTS,
-    INFERENCE,
-    INPUT_GRADIENTS,
-    LAST_BACKWARD,
-    SUM,
-    TRANSFER,
-    WEIGHT_GRADIENTS,
-    AtStage,
-    Phase,
-    opening,
-)
+from shardc.ir.executable import AtStage, Phase, opening
 from shardc.ir.graph import Role
 from shardc.ir.op_traits import communicates
 from shardc.ir.phases import Phases, Staged
@@ -80,8 +63,8 @@ class PipelineCut(MicrobatchCut):
             openings.append(once)
         out: list[AtStage] = []
         for at, backwards in enumerate(self._backwards):
-            last = (*dict.fromkeys(backwards), LAST_BACKWARD, GRADIENTS) if self.trains else (CLOSING,)
-            out += [AtStage(name, at) for name in (GATHERS, FIRST_FORWARD, FORWARD, *last)]
+            last = (*dict.fromkeys(backwards), step.LAST_BACKWARD, step.GRADIENTS) if self.trains else (step.CLOSING,)
+            out += [AtStage(name, at) for name in (step.GATHERS, step.FIRST_FORWARD, step.FORWARD, *last)]
         return (*openings, *(phase for phase in out if self._at(phase) is not None))
 
     @cached_property
@@ -93,8 +76,8 @@ class PipelineCut(MicrobatchCut):
         """
         lists = self.stages.order(self.bound.mesh.microbatches).lists
         out: list[list[str]] = [[] for _ in range(self.stages.count)]
-        for action in (action for actions in lists for action in actions if action.kind in BACKWARDS):
-            out[action.stage].append(BACKWARDS[action.kind])
+        for action in (action for actions in lists for action in actions if action.kind in step.BACKWARDS):
+            out[action.stage].append(step.BACKWARDS[action.kind])
         return out
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
@@ -110,12 +93,13 @@ class PipelineCut(MicrobatchCut):
         for number, loop in enumerate(staged.openings):
             if loop is not None and phase.phase == opening(number)[0]:
                 return loop.bodies[at] if ir.outputs(loop.bodies[at].graph) else None
-        if phase.phase in (INFERENCE, FIRST_INFERENCE):
+        if phase.phase in (step.INFERENCE, step.FIRST_INFERENCE):
             forward = passes.inference(staged.bodies[at])
-            return forward if phase.phase == INFERENCE else with_gathers_first(forward, self._gathers(at, first=True))
-        if phase.phase == GATHERS:
+            gathers = self._gathers(at, first=True)
+            return forward if phase.phase == step.INFERENCE else with_gathers_first(forward, gathers)
+        if phase.phase == step.GATHERS:
             return self._gathers(at, first=False)
-        if phase.phase == CLOSING:
+        if phase.phase == step.CLOSING:
             return closing_forward(staged.closings[at])
         if at not in self._halves:
             self._halves[at] = self._cut_stage(at)
@@ -133,30 +117,30 @@ class PipelineCut(MicrobatchCut):
         """
         staged, checks, mesh = self.staged, self.joint.options.verify, self.bound.mesh
         first, second = self._partitioned(staged.bodies[at])
-        out: dict[str, fx.GraphModule | None] = {FORWARD: first, GRADIENTS: staged.closings[at]}
+        out: dict[str, fx.GraphModule | None] = {step.FORWARD: first, step.GRADIENTS: staged.closings[at]}
         # Others wait for the first forward of stage 0, and for its last backward nobody does. At other stages it is the
         # other way round, so what communicates once a step runs beside it.
         if (gathers := self._gathers(at, first=True)) is not None:
-            out[FIRST_FORWARD] = with_gathers_first(first, gathers)
+            out[step.FIRST_FORWARD] = with_gathers_first(first, gathers)
             if checks:
-                verify.verify_first(first, gathers, out[FIRST_FORWARD], mesh)
+                verify.verify_first(first, gathers, out[step.FIRST_FORWARD], mesh)
         if second is None:
             return out
         sent = [ir.info(x).name for x in staged.down[at - 1]] if at else []
-        second = mark_terms(mark_terms(second, self.parts.reduce), sent, TRANSFER)
-        out[BACKWARD] = second
-        if INPUT_GRADIENTS in self._backwards[at]:
+        second = mark_terms(mark_terms(second, self.parts.reduce), sent, step.TRANSFER)
+        out[step.BACKWARD] = second
+        if step.INPUT_GRADIENTS in self._backwards[at]:
             inputs, weights = passes.SplitBackward()(second)
             if checks:
                 verify.verify_two_backwards(second, inputs, weights, mesh)
-            out |= {INPUT_GRADIENTS: inputs, WEIGHT_GRADIENTS: weights}
-        last = out[next(phase for phase in reversed(self._backwards[at]) if phase != INPUT_GRADIENTS)]
+            out |= {step.INPUT_GRADIENTS: inputs, step.WEIGHT_GRADIENTS: weights}
+        last = out[next(phase for phase in reversed(self._backwards[at]) if phase != step.INPUT_GRADIENTS)]
         closing, rest = self._closings[at]
         if at == 0 and closing is not None and last is not None:
             others = [graph for _, graph in self._closings if graph is not None]
-            left = {ir.role(node).name for gm in others for node in ir.placeholders(gm.graph, SUM)}
+            left = {ir.role(node).name for gm in others for node in ir.placeholders(gm.graph, step.SUM)}
             ended = passes.HoistGradEpilogue()(with_closing_last(last, closing, self.parts.reduce, left))
-            out |= {LAST_BACKWARD: ended, GRADIENTS: rest}
+            out |= {step.LAST_BACKWARD: ended, step.GRADIENTS: rest}
             if checks:
                 verify.verify_closing(last, closing, ended, self.parts.reduce, left, mesh)
         return out
@@ -187,7 +171,7 @@ class PipelineCut(MicrobatchCut):
         """
         elsewhere: dict[fx.Node, bool] = {}  # whether it depends on sums of terms of other stages
         for node in closing.graph.nodes:
-            is_sum = node.op == "placeholder" and ir.role(node).kind == SUM
+            is_sum = node.op == "placeholder" and ir.role(node).kind == step.SUM
             elsewhere[node] = any(elsewhere[x] for x in node.all_input_nodes) or (
                 is_sum and self.staged.terms[ir.role(node).name] != at
             )

@@ -13,18 +13,9 @@ from torch import fx
 from shardc import passes, verify
 from shardc._compat import LazyGraphModule
 from shardc.cost.step_sequence import ALIASED
+from shardc.ir import executable as step
 from shardc.ir import graph as ir
-from shardc.ir.executable import (
-    BACKWARD,
-    CLOSING,
-    FIRST_FORWARD,
-    FIRST_INFERENCE,
-    FORWARD,
-    INFERENCE,
-    LAST_BACKWARD,
-    Phase,
-    opening,
-)
+from shardc.ir.executable import Phase, opening
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.phases import Phases
@@ -73,7 +64,7 @@ class StepCut:
         """Return the phases of a training step: forward, then backward if there is one. Cuts into microbatches and
         pipeline stages return further phases.
         """
-        return (FORWARD, BACKWARD) if self.trains else (FORWARD,)
+        return (step.FORWARD, step.BACKWARD) if self.trains else (step.FORWARD,)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         """Return the graph of ``phase`` (forward, backward, ...) as a copy that passes may change; None if the step has
@@ -81,7 +72,7 @@ class StepCut:
 
         Without gradients, FORWARD is the graph of an inference.
         """
-        if phase == INFERENCE:
+        if phase == step.INFERENCE:
             local = passes.inference(self.joint.local)
             return local if self.folded is None else self.folded.halves(local, None)[0]
         if phase not in self._graphs:
@@ -93,7 +84,7 @@ class StepCut:
         first, second = self._partitioned(self.joint.local)
         if self.folded is not None:
             first, second = self.folded.halves(first, second)
-        return {FORWARD: first, BACKWARD: second}
+        return {step.FORWARD: first, step.BACKWARD: second}
 
     def _partitioned(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """Cuts a joint graph into (forward, backward), and verifies that they compute the same."""
@@ -173,14 +164,14 @@ class MicrobatchCut(StepCut):
         loops = enumerate(self.parts.openings)
         openings = [name for at, loop in loops for name in opening(at)[loop.body is None :]]
         if not self.trains:
-            return (FORWARD, *openings)
-        backward = [BACKWARD] if has_gradients(self.parts.body.graph) else []
-        first = [] if self.parts.gathers is None else [FIRST_FORWARD]
-        return (FORWARD, *backward, LAST_BACKWARD, *first, *openings)
+            return (step.FORWARD, *openings)
+        backward = [step.BACKWARD] if has_gradients(self.parts.body.graph) else []
+        first = [] if self.parts.gathers is None else [step.FIRST_FORWARD]
+        return (step.FORWARD, *backward, step.LAST_BACKWARD, *first, *openings)
 
     def graph(self, phase: Phase) -> fx.GraphModule | None:
         half = self._of_parts(phase)
-        if half is None and phase not in (FIRST_INFERENCE, *self._openings):
+        if half is None and phase not in (step.FIRST_INFERENCE, *self._openings):
             half = super().graph(phase)
         if half is None:
             return None
@@ -199,17 +190,17 @@ class MicrobatchCut(StepCut):
         for at, loop in enumerate(parts.openings):
             if phase in opening(at):
                 return loop.body if phase == opening(at)[0] else loop.once
-        if phase in (INFERENCE, FIRST_INFERENCE):
+        if phase in (step.INFERENCE, step.FIRST_INFERENCE):
             half = passes.inference(parts.body)
-            return half if phase == INFERENCE else with_gathers_first(half, parts.gathers)
-        return closing_forward(parts.closing) if phase == CLOSING else None
+            return half if phase == step.INFERENCE else with_gathers_first(half, parts.gathers)
+        return closing_forward(parts.closing) if phase == step.CLOSING else None
 
     def _cut(self) -> dict[Phase, fx.GraphModule | None]:
         first, second = self._partitioned(self.parts.body)
         if second is None:
             # No gradient varies over the microbatches: the batch is too small to be split.
             last, start = self.parts.closing, with_gathers_first(first, self.parts.gathers)
-            return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: None, LAST_BACKWARD: last}
+            return {step.FIRST_FORWARD: start, step.FORWARD: first, step.BACKWARD: None, step.LAST_BACKWARD: last}
         second = mark_terms(second, self.parts.reduce)
         last = with_closing_last(second, self.parts.closing, self.parts.reduce)
         if self.bound.plan.setting("reduce_in") == "step":  # else the sums of shards, which end the step, cut buckets
@@ -217,7 +208,7 @@ class MicrobatchCut(StepCut):
         start = with_gathers_first(first, self.parts.gathers)
         if self.joint.options.verify:
             verify.verify_ends(self.parts, first, second, start, last, self.bound.mesh)
-        return {FIRST_FORWARD: start, FORWARD: first, BACKWARD: second, LAST_BACKWARD: last}
+        return {step.FIRST_FORWARD: start, step.FORWARD: first, step.BACKWARD: second, step.LAST_BACKWARD: last}
 
     @property
     def _partition(self) -> passes.Partition:

@@ -20,7 +20,7 @@ from shardc import _compat
 from shardc.capture import Captured, SymbolicCapture
 from shardc.dynamic.generalize import Differs, Fit, conditions, fitted_layouts, generalize, points
 from shardc.errors import CaptureError, InputError, LayoutError, ShardcWarning
-from shardc.ir.executable import CLOSING, FIRST_INFERENCE, INFERENCE, AtStage, Phase
+from shardc.ir.executable import CLOSING, FIRST_INFERENCE, INFERENCE, Phase, without_stage
 from shardc.ir.graph import Role
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
@@ -302,7 +302,7 @@ class SizedProgram(Program):
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Returns the graph of a phase at these sizes, with memory planned; None if the program has no such phase."""
-        infers = (phase.phase if isinstance(phase, AtStage) else phase) in (INFERENCE, FIRST_INFERENCE, CLOSING)
+        infers = without_stage(phase) in (INFERENCE, FIRST_INFERENCE, CLOSING)
         try:
             half = self.family.half(phase)
         except Differs:

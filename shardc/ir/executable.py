@@ -106,6 +106,11 @@ class AtStage:
 Phase = str | frozenset[int] | AtStage
 
 
+def without_stage(phase: Phase) -> Phase:
+    """Return ``phase`` without its pipeline stage: "forward" for "forward of stage 1"."""
+    return phase.phase if isinstance(phase, AtStage) else phase
+
+
 @dataclass(frozen=True)
 class Port:
     """An argument of a forward or backward graph.
@@ -151,7 +156,7 @@ class Half:
     @property
     def kind(self) -> str:
         """Return the phase as text, without its stage; BACKWARD for all phases of a backward and its closing."""
-        phase = self.phase.phase if isinstance(self.phase, AtStage) else self.phase
+        phase = without_stage(self.phase)
         return phase if isinstance(phase, str) and phase not in _LIKE_BACKWARD else BACKWARD
 
     @property

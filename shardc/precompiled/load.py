@@ -17,24 +17,11 @@ from shardc.custom_ops import function_ops
 from shardc.custom_ops.expert_functions import Body, register
 from shardc.custom_ops.functional_ops import define_in
 from shardc.errors import PrecompiledError
+from shardc.ir import executable as step
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
 from shardc.ir.deferred import NOTHING, Deferred
-from shardc.ir.executable import (
-    BACKWARD,
-    CLOSING,
-    FORWARD,
-    GRADIENTS,
-    INFERENCE,
-    INPUT_GRADIENTS,
-    LAST_BACKWARD,
-    WEIGHT_GRADIENTS,
-    AtStage,
-    Executable,
-    Half,
-    Phase,
-    outputs_text,
-)
+from shardc.ir.executable import AtStage, Executable, Half, Phase, outputs_text, without_stage
 from shardc.ir.graph import Role, Value
 from shardc.ir.guards import Guards
 from shardc.ir.layout import Layout
@@ -88,14 +75,8 @@ def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.Graph
 
 
 _MOST_RANKS = 1 << 20
-_BACKWARDS = (WEIGHT_GRADIENTS, INPUT_GRADIENTS, BACKWARD, LAST_BACKWARD)  # none saves what one before it takes
-
-
-def _kind(phase: Phase) -> Phase:
-    """Return what a phase runs (forward, backward, ...) without its pipeline stage. Phases of no stage are returned as
-    they are.
-    """
-    return phase.phase if isinstance(phase, AtStage) else phase
+# In an order in which none saves what one before it takes.
+_BACKWARDS = (step.WEIGHT_GRADIENTS, step.INPUT_GRADIENTS, step.BACKWARD, step.LAST_BACKWARD)
 
 
 class Precompiled(Executable):
@@ -136,12 +117,12 @@ class Precompiled(Executable):
         # Stage -> name of a placeholder of its backwards in the record -> its name in the parsed graph.
         names: dict[int | None, dict[str, str]] = {}
         # A graph names what it saves by the placeholders of the graphs that take it, which are parsed first.
-        order = [*_BACKWARDS, *{_kind(phase_named(half)): 0 for half in record.halves}]
-        for half in sorted(record.halves, key=lambda half: order.index(_kind(phase_named(half)))):
+        order = [*_BACKWARDS, *{without_stage(phase_named(half)): 0 for half in record.halves}]
+        for half in sorted(record.halves, key=lambda half: order.index(without_stage(phase_named(half)))):
             phase = phase_named(half)
             of_stage = names.setdefault(phase.stage if isinstance(phase, AtStage) else None, {})
             self._halves[phase], now = self._half(half, record, of_stage)
-            if _kind(phase) in _BACKWARDS:
+            if without_stage(phase) in _BACKWARDS:
                 if any(of_stage.get(name, same) != same for name, same in now.items()):
                     raise PrecompiledError(f"{half} takes other values than the backwards beside it")
                 of_stage |= now
@@ -166,12 +147,12 @@ class Precompiled(Executable):
 
     @property
     def trains(self) -> bool:
-        return any(_kind(phase) == FORWARD for phase in self._halves)
+        return any(without_stage(phase) == step.FORWARD for phase in self._halves)
 
     @property
     def infers(self) -> bool:
         """Return whether the program was saved with graphs for inference."""
-        return any(_kind(phase) == INFERENCE for phase in self._halves)
+        return any(without_stage(phase) == step.INFERENCE for phase in self._halves)
 
     def order(self, training: bool) -> Schedule:
         order: Schedule = self.plan.setting("pp").lists(self.stage_ranks, self.microbatches, training)
@@ -196,13 +177,14 @@ class Precompiled(Executable):
     def _outputs(self) -> list[tuple[Role, fx.node.Argument]]:
         """Return the outputs of the model and its updated buffers, as (role, node that computes it)."""
         if self.microbatches == 1:
-            first = self._halves[FORWARD if self.trains else INFERENCE].graph
+            first = self._halves[step.FORWARD if self.trains else step.INFERENCE].graph
             return [(role, x) for role, x in ir.outputs(first) if role.kind != "saved"]
-        kinds = (FORWARD, LAST_BACKWARD, GRADIENTS) if self.trains else (INFERENCE, CLOSING)
+        kinds = (step.FORWARD, step.LAST_BACKWARD, step.GRADIENTS) if self.trains else (step.INFERENCE, step.CLOSING)
         split = dict(self.in_time["outputs"])
         outputs: dict[tuple[bool, int], tuple[Role, fx.node.Argument]] = {}
-        for phase in sorted((x for x in self._halves if _kind(x) in kinds), key=lambda x: kinds.index(_kind(x))):
-            for role, x in ir.outputs(self._halves[phase].graph):
+        graphs = [gm.graph for kind in kinds for phase, gm in self._halves.items() if without_stage(phase) == kind]
+        for graph in graphs:
+            for role, x in ir.outputs(graph):
                 key = role.kind != "output", role.index
                 if key in outputs:
                     continue
@@ -222,7 +204,7 @@ class Precompiled(Executable):
         program has none.
         """
         if isinstance(phase, frozenset):
-            return backward_for(phase, self.half(BACKWARD))
+            return backward_for(phase, self.half(step.BACKWARD))
         return self._halves.get(phase)
 
     def using(self, used: frozenset[int]) -> Executable:

@@ -17,7 +17,7 @@ from shardc.plan.value import Plan
 from shardc.runtime.signature import Signature
 from shardc.validate import torch_name
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))  # classes of values that JSON can hold
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _shown(module: nn.Module) -> str:
     """
     text = f"{type(module).__qualname__}({module.extra_repr()})"
     for key, value in sorted(vars(module).items()):
-        if isinstance(value, _PLAIN) and key != "training" and is_public(key):
+        if isinstance(value, PLAIN) and key != "training" and is_public(key):
             text += f", {key}={value!r}"
         elif isinstance(value, Tensor) and not value.is_meta:
             text += f", {key}={tensor_text(value)}"

@@ -45,7 +45,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.returned import Returned
 from shardc.plan.value import Plan
-from shardc.precompiled.program_key import ProgramKey
+from shardc.precompiled.program_key import PLAIN, ProgramKey
 from shardc.precompiled.timed import Timed, complete
 from shardc.rules import is_registered
 from shardc.runtime.signature import Constant, Signature
@@ -139,7 +139,6 @@ def _kind(kind: object) -> str:
 LEAF = "*"
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple, "Size": torch.Size}
 _DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
-_PLAIN = (bool, int, float, str, type(None))
 _FIX = (
     "use lists, tuples, dicts, named tuples at the top of a module, and dataclasses that are registered with "
     "torch.utils._pytree"
@@ -157,7 +156,7 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> object:
             return {name: children}
     for name, container in _DICTS.items():
         if kind is container:
-            if all(type(key) in _PLAIN for key in spec.context):
+            if all(type(key) in PLAIN for key in spec.context):
                 return {name: [list(pair) for pair in zip(spec.context, children, strict=True)]}
             raise PrecompiledError(f"{what} have a {name} with the keys {spec.context!r}", fix="use strings for keys")
     owner, context = (spec.context, None) if kind is namedtuple else (kind, spec.context)
@@ -239,7 +238,7 @@ def plain(context: object) -> object:
         return {key: plain(value) for key, value in context.items() if isinstance(key, str)}
     if isinstance(context, list):
         return [plain(value) for value in context]
-    return context if type(context) in _PLAIN else []
+    return context if type(context) in PLAIN else []
 
 
 def _name(kind: type) -> str:
@@ -249,7 +248,7 @@ def _name(kind: type) -> str:
 
 def _is_pair(item: object) -> bool:
     """Whether ``item`` is a list [key, value] with a plain key."""
-    return isinstance(item, list) and len(item) == 2 and type(item[0]) in _PLAIN
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in PLAIN
 
 
 VERSION = 15
@@ -260,7 +259,6 @@ AGAIN = "compile and save the program again"
 
 Count = Annotated[int, Range(0, 1 << 50)]
 Sizes = tuple[Count, ...]
-PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -476,13 +474,9 @@ def _read(folder: Path, name: str, most: int | None) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        fix = "copy the files themselves into the folder" if path.is_symlink() else None
-        what = (
-            "is a link, and a saved program is plain files"
-            if path.is_symlink()
-            else f"cannot be read: {error.strerror}"
-        )
-        raise PrecompiledError(f"{path} {what}", fix=fix) from None
+        if path.is_symlink():
+            raise PrecompiledError(f"{path} is a link, and a saved program is plain files", fix=_COPY) from None
+        raise PrecompiledError(f"{path} cannot be read: {error.strerror}") from None
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         os.close(file)

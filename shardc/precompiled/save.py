@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import Executable
-from shardc.ir.executable import Half as Graph
 from shardc.ir.text import dump
+from shardc.precompiled.program_key import PLAIN
 from shardc.precompiled.record import (
     ARTIFACTS,
-    PLAIN,
     RECORD,
     VERSION,
     Fixed,
@@ -84,10 +83,7 @@ def save_program(
         files[name] = hashlib.sha256(data).hexdigest()
 
     for local_half in program.own_halves(evaluates):
-        half, gm = (
-            local_half.name,
-            with_mesh_groups(local_half.gm) if _has_runtime_groups(local_half.graph) else local_half.gm,
-        )
+        half, gm = local_half.name, with_mesh_groups(local_half.gm)
         try:
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # an error now, not when it is loaded
@@ -101,7 +97,7 @@ def save_program(
         halves[half] = Half(
             tuple((node.name, _type_of(node.meta["val"])) for node in ir.placeholders(gm.graph)),
             entries,
-            tuple((name, role.kind, role.name) for name, role in _reads(local_half).items()),
+            tuple((name, role.kind, role.name) for name, role in local_half.reads.items()),
             local_half.plan,
         )
     in_time = program.in_time.get("inputs", {})
@@ -126,13 +122,6 @@ def _write_record(folder: Path, record: Record) -> None:
     os.replace(unfinished, folder / RECORD)
 
 
-def _reads(half: Graph) -> Mapping[str, Any]:
-    """Return the tensors whose local shards a graph reads: placeholder name -> the parameter, buffer or input behind
-    it.
-    """
-    return half.reads
-
-
 def _type_of(value: Any) -> TensorType | Fixed:
     """Return the type of a placeholder's ``value`` for the record: a `TensorType` for a tensor, a `Fixed` with the
     value for a plain constant. Raises PrecompiledError for other values.
@@ -152,11 +141,6 @@ def with_mesh_groups(gm: fx.GraphModule) -> fx.GraphModule:
             node.args = tuple(_mesh_group(arg) for arg in node.args)
             node.kwargs = {key: _mesh_group(arg) for key, arg in node.kwargs.items()}
     return LazyGraphModule(gm, graph)
-
-
-def _has_runtime_groups(graph: fx.Graph) -> bool:
-    """Return whether collectives of ``graph`` name the process groups of a runtime."""
-    return any(_mesh_group(x) is not x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
 
 
 def _mesh_group(arg: object) -> object:

@@ -29,7 +29,7 @@ from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.custom_ops.functional_ops import written_op
 from shardc.errors import PrecompiledError, ShardcWarning
-from shardc.ir.executable import CLOSING, FIRST_INFERENCE, INFERENCE, AtStage, Executable, Phase
+from shardc.ir.executable import CLOSING, FIRST_INFERENCE, INFERENCE, Executable, Phase, without_stage
 from shardc.ir.guards import tracing
 from shardc.ir.reach import Reach
 from shardc.logs import CACHE
@@ -64,7 +64,7 @@ class Stored(Precompiled):
         self.fresh, self.stored = fresh, f"found in {folder}"
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        evaluates = (phase.phase if isinstance(phase, AtStage) else phase) in _EVALUATION
+        evaluates = without_stage(phase) in _EVALUATION
         return self._compiled.make(phase) if evaluates and self.trains and not self.infers else super().make(phase)
 
     def using(self, used: frozenset[int]) -> Executable:

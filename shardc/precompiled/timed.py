@@ -13,38 +13,16 @@ import torch
 from torch import Tensor
 
 from shardc.errors import PrecompiledError
-from shardc.ir.executable import (
-    BACKWARD,
-    BACKWARDS,
-    CLOSING,
-    FIRST_FORWARD,
-    FIRST_INFERENCE,
-    FORWARD,
-    GATHERS,
-    GRADIENTS,
-    INFERENCE,
-    KEPT,
-    KNOWN,
-    LAST_BACKWARD,
-    SUM,
-    TERM,
-    TRANSFER,
-    AtStage,
-    Executable,
-    Half,
-    Phase,
-    Run,
-    opening,
-    phases,
-    saved_key,
-)
+from shardc.ir import executable as step
+from shardc.ir.executable import AtStage, Executable, Half, Phase, Run, opening, phases, saved_key, without_stage
 from shardc.ir.graph import Role
 from shardc.ir.stage_runs import Key, Message
 from shardc.validate import Range
 
 Index = Annotated[int, Range(0, 1 << 50)]
 OF_STAGE = (
-    FORWARD, FIRST_FORWARD, *BACKWARDS.values(), LAST_BACKWARD, GRADIENTS, INFERENCE, FIRST_INFERENCE, CLOSING, GATHERS,
+    step.FORWARD, step.FIRST_FORWARD, *step.BACKWARDS.values(), step.LAST_BACKWARD, step.GRADIENTS, step.INFERENCE,
+    step.FIRST_INFERENCE, step.CLOSING, step.GATHERS,
 )  # fmt: skip
 
 
@@ -100,12 +78,14 @@ def complete(names: Collection[str], timed: Timed | None, evaluates: bool) -> bo
     if timed is not None and timed.stage_of:
         return _complete_stages(halves, timed, evaluates)
     if timed is None:
-        training, inference = {FORWARD, BACKWARD}, {INFERENCE}
+        training, inference = {step.FORWARD, step.BACKWARD}, {step.INFERENCE}
     else:
-        training, inference = (set(phases(kind, timed.openings, timed.gathers_once)) for kind in (FORWARD, INFERENCE))
+        training, inference = (
+            set(phases(kind, timed.openings, timed.gathers_once)) for kind in (step.FORWARD, step.INFERENCE)
+        )
         halves |= {opening(at)[0] for at in range(timed.openings)}  # not there if nothing depends on microbatches
-        if LAST_BACKWARD in halves:  # which is all of it if the batch is too small to be split
-            halves.add(BACKWARD)
+        if step.LAST_BACKWARD in halves:  # which is all of it if the batch is too small to be split
+            halves.add(step.BACKWARD)
         if timed.opens_backward:
             return halves == training
     return halves in (inference, training | inference) or halves == training and not evaluates
@@ -118,7 +98,7 @@ def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
     stages = range(1 + max(timed.stage_of.values()))
     bodies, ends = zip(*map(opening, range(timed.openings)), strict=True) if timed.openings else ((), ())
     possible = {*bodies, *ends, *(AtStage(phase, at) for phase in (*OF_STAGE, *bodies) for at in stages)}
-    trains, infers = ({AtStage(phase, at) for at in stages} <= halves for phase in (FORWARD, INFERENCE))
+    trains, infers = ({AtStage(phase, at) for at in stages} <= halves for phase in (step.FORWARD, step.INFERENCE))
     is_enough = infers or trains and (timed.opens_backward or not evaluates)
     return is_enough and {*ends} <= halves <= possible
 
@@ -134,7 +114,7 @@ def check_steps(program: Executable, evaluates: bool) -> None:
     outputs = {role.index for role in program.outputs if role.kind == "output"}
     if program.trains != bool(tangents) or not {*program.differentiates} <= tangents <= outputs:
         raise PrecompiledError(f"the loss is output {program.loss}, and outputs {sorted(tangents)} have gradients")
-    summed = {port.role.name for half in program.step() for port in half.takes if port.role.kind == SUM}
+    summed = {port.role.name for half in program.step() for port in half.takes if port.role.kind == step.SUM}
     if program.trains and (lost := program.reduce.keys() - summed):
         raise PrecompiledError(f"no graph takes the sum of {min(lost)!r}")
     for training in [True] * program.trains + [False] * evaluates:
@@ -151,35 +131,36 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
     available: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
     openings = [opening(at) for at in range(program.openings)]
-    once = {LAST_BACKWARD, CLOSING, GRADIENTS, *(phase for _, phase in openings)}
+    once = {step.LAST_BACKWARD, step.CLOSING, step.GRADIENTS, *(phase for _, phase in openings)}
     reads_gradients = False
     for action in actions:
         if isinstance(action, Message):
             if action.source != rank:
                 available |= {*action.keys}
-            elif lost := [key for key in action.keys if key[0] in (TRANSFER, SUM) and key not in available]:
+            elif lost := [key for key in action.keys if key[0] in (step.TRANSFER, step.SUM) and key not in available]:
                 raise PrecompiledError(f"stage {action.source} sends %{lost[0][1]}, which no graph before it gives")
             continue
         half, at = action.half, action.microbatch
-        phase = half.phase.phase if isinstance(half.phase, AtStage) else half.phase
+        phase = without_stage(half.phase)
         for port in half.takes:
             role, key = port.role, _key(half, port.role, port.name, at)
-            is_early = role.kind == SUM and phase not in once
-            if role.kind in ("saved", "tangent", SUM, KNOWN, KEPT, TRANSFER) and (key not in available or is_early):
+            is_early = role.kind == step.SUM and phase not in once
+            is_passed_on = role.kind in ("saved", "tangent", step.SUM, step.KNOWN, step.KEPT, step.TRANSFER)
+            if is_passed_on and (key not in available or is_early):
                 raise PrecompiledError(f"{half.name} takes %{port.name}, which no graph before it gives")
             if role.kind == "input" and isinstance(port.example, Tensor) and port.example.shape != parts[role.name]:
                 raise PrecompiledError(f"{half.name} takes {list(port.example.shape)} of input {role.name!r}")
             reads_gradients |= role.kind == "tangent" and any(phase in names for names in openings)
         if not program.stage_ranks:  # it takes all terms of its sums
-            available -= {_key(half, port.role, port.name, at) for port in half.takes if port.role.kind == SUM}
+            available -= {_key(half, port.role, port.name, at) for port in half.takes if port.role.kind == step.SUM}
         for role in half.gives:
-            if role.kind == TERM and role.name not in program.reduce:
+            if role.kind == step.TERM and role.name not in program.reduce:
                 raise PrecompiledError(f"{half.name} gives terms of {role.name!r}, which is no sum")
             available.add(_key(half, role, role.name, at))
     if reads_gradients != program.opens_backward:
         raise PrecompiledError("what the record says of gradients before the forward is not so")
     last = actions[-1]
-    if program.loss is not None and isinstance(last, Run) and last.half.phase == LAST_BACKWARD:
+    if program.loss is not None and isinstance(last, Run) and last.half.phase == step.LAST_BACKWARD:
         differentiated = [port.role.index for port in last.half.takes if port.role.kind == "tangent"]
         if differentiated != [program.loss]:
             raise PrecompiledError(
@@ -193,6 +174,6 @@ def _key(half: Half, role: Role, name: str, microbatch: int) -> Key:
     """
     if role.kind == "saved":
         return saved_key(half, name, microbatch)
-    if role.kind in (KEPT, TRANSFER):
+    if role.kind in (step.KEPT, step.TRANSFER):
         return role.kind, role.name, microbatch
-    return SUM if role.kind == TERM else role.kind, role.index if role.kind == "tangent" else role.name, 0
+    return step.SUM if role.kind == step.TERM else role.kind, role.index if role.kind == "tangent" else role.name, 0
