@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         mine = commands.add_parser(command.name, help=command.help)
-        command.add_arguments(mine)
+        for argument in command.arguments:
+            mine.add_argument(*argument.names, **argument.options)
         mine.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
     # Torch logs the traceback of a failure under fake tensors; it is raised too, and printed in one line.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.cli.target import Command
+from shardc.cli.target import Argument, Command
 from shardc.cost.hardware import CPU
 from shardc.cost.model import CostModel, Measured
 from shardc.errors import InputError
@@ -27,13 +27,11 @@ from shardc.runtime.gloo.measure import measure_collectives, measure_compute, me
 DEFAULT_PATH = "shardc-cost.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``calibrate``."""
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="gloo processes to start, unless torchrun did (default: 2)"
-    )
-    parser.add_argument("--runs", type=int, default=10, help="timed runs of each collective and size (default: 10)")
-    parser.add_argument("--out", metavar="FILE", default=DEFAULT_PATH, help=f"where to write (default: {DEFAULT_PATH})")
+ARGUMENTS = (
+    Argument("--ranks", type=int, default=2, help="gloo processes to start, unless torchrun did (default: 2)"),
+    Argument("--runs", type=int, default=10, help="timed runs of each collective and size (default: 10)"),
+    Argument("--out", metavar="FILE", default=DEFAULT_PATH, help=f"where to write (default: {DEFAULT_PATH})"),
+)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -125,4 +123,4 @@ def _print(cost: CostModel) -> None:
     )
 
 
-COMMANDS = (Command("calibrate", "measure this machine's collectives and write a cost model", add_arguments, run),)
+COMMANDS = (Command("calibrate", "measure this machine's collectives and write a cost model", ARGUMENTS, run),)

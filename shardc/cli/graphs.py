@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cli import target
-from shardc.cli.target import Command, options_of
+from shardc.cli.target import Argument, Command, options_of
 from shardc.cost import hardware
 from shardc.debug.bisect_passes import TOLERANCE, bisect
 from shardc.debug.explain_layout import explain
@@ -20,13 +20,13 @@ from shardc.errors import InputError
 DEFAULT_STAGE = "collectives"
 
 
-def _add_dump(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``dump``."""
-    target.add_arguments(parser)
-    parser.add_argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})")
-    target.add_passes(parser, "print the stage after the last of these, or write only these")
-    parser.add_argument("--origins", action="store_true", help="end each line with its module, source and cause")
-    parser.add_argument("--out", metavar="DIR", help="write the text of every stage to DIR")
+DUMP = (
+    *target.PROGRAM,
+    Argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})"),
+    target.passes_argument("print the stage after the last of these, or write only these"),
+    Argument("--origins", action="store_true", help="end each line with its module, source and cause"),
+    Argument("--out", metavar="DIR", help="write the text of every stage to DIR"),
+)
 
 
 def _run_dump(options: argparse.Namespace) -> None:
@@ -46,12 +46,12 @@ def _run_dump(options: argparse.Namespace) -> None:
 # --- explain
 
 
-def _add_explain(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``explain``."""
-    target.add_arguments(parser)
-    parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
-    target.add_hardware(parser)
-    target.add_fold(parser)
+EXPLAIN = (
+    *target.PROGRAM,
+    Argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it"),
+    target.HARDWARE,
+    target.FOLD,
+)
 
 
 def _run_explain(options: argparse.Namespace) -> None:
@@ -64,13 +64,13 @@ def _run_explain(options: argparse.Namespace) -> None:
 # --- bisect
 
 
-def _add_bisect(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``bisect``."""
-    target.add_arguments(parser)
-    target.add_passes(parser, "look at these stages only")
-    parser.add_argument(
+BISECT = (
+    *target.PROGRAM,
+    target.passes_argument("look at these stages only"),
+    Argument(
         "--tolerance", type=float, default=TOLERANCE, help=f"largest relative error, in float64 (default: {TOLERANCE})"
-    )
+    ),
+)
 
 
 def _run_bisect(options: argparse.Namespace) -> int:
@@ -98,7 +98,7 @@ def _run_bisect(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("dump", "print the graph after a stage of the compiler", _add_dump, _run_dump),
-    Command("explain", "why a tensor has its layout, and its costs", _add_explain, _run_explain),
-    Command("bisect", "find the pass that changed a result", _add_bisect, _run_bisect),
+    Command("dump", "print the graph after a stage of the compiler", DUMP, _run_dump),
+    Command("explain", "why a tensor has its layout, and its costs", EXPLAIN, _run_explain),
+    Command("bisect", "find the pass that changed a result", BISECT, _run_bisect),
 )

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 import shardc
 from shardc.cli import target
-from shardc.cli.target import Command, options_of
+from shardc.cli.target import Argument, Command, options_of
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.report.export import gigabytes, milliseconds, write
@@ -21,19 +21,16 @@ from shardc.report.units import duration, size
 from shardc.search.request import Auto
 from shardc.search.result import Found, Trial
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command ``plan``."""
-    target.add_model(parser)
-    parser.add_argument("--ranks", type=target.count_of, metavar="N", help="search the meshes of so many ranks")
-    parser.add_argument("--mesh", help="axes and sizes, as dp=2,tp=4: search this mesh alone")
-    parser.add_argument("--axes", type=int, choices=(1, 2, 3), default=2, help="of a mesh at most (default: 2)")
-    parser.add_argument("--memory", help="of a rank, as 80GB (default: the hardware's)")
-    parser.add_argument("--plan", help="""entries that the plan must have, as 'tp("tp", colwise=["*.up"])'""")
-    target.add_hardware(parser)
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the plan, for --plan of other commands and shardc.Plan.load"
-    )
+ARGUMENTS = (
+    *target.MODEL,
+    Argument("--ranks", type=target.count_of, metavar="N", help="search the meshes of so many ranks"),
+    Argument("--mesh", help="axes and sizes, as dp=2,tp=4: search this mesh alone"),
+    Argument("--axes", type=int, choices=(1, 2, 3), default=2, help="of a mesh at most (default: 2)"),
+    Argument("--memory", help="of a rank, as 80GB (default: the hardware's)"),
+    Argument("--plan", help="""entries that the plan must have, as 'tp("tp", colwise=["*.up"])'"""),
+    target.HARDWARE,
+    Argument("--json", metavar="FILE", help="write the plan, for --plan of other commands and shardc.Plan.load"),
+)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -119,4 +116,4 @@ def _commands(result: Found, options: argparse.Namespace) -> list[str]:
     return lines
 
 
-COMMANDS = (Command("plan", "find the fastest plan that fits in memory", add_arguments, run),)
+COMMANDS = (Command("plan", "find the fastest plan that fits in memory", ARGUMENTS, run),)

@@ -6,7 +6,7 @@ import argparse
 from textwrap import fill
 
 from shardc.cli import target
-from shardc.cli.target import Command
+from shardc.cli.target import Argument, Command
 from shardc.cost import hardware
 from shardc.errors import MeshError
 from shardc.report.beside import HEAD, answer, rows
@@ -25,40 +25,37 @@ from shardc.report.units import duration, size
 DEFAULT_ROWS = 40
 
 
-def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select a prediction: target, mesh, plan, hardware, stage and order."""
-    target.add_arguments(parser)
-    target.add_hardware(parser)
-    parser.add_argument(
+# What selects a prediction: target, mesh, plan, hardware, stage and order.
+PREDICTION = (
+    *target.PROGRAM,
+    target.HARDWARE,
+    Argument(
         "--stage", default="schedule", choices=("schedule", "localize"),
         help="the compiled graphs, or the joint graph before partitioning (fast on large models)",
-    )  # fmt: skip
-    target.add_fold(parser)
-    parser.add_argument(
-        "--order", default="graph", choices=ORDERS, help="as the graph is ordered, or as dependences allow"
-    )
+    ),
+    target.FOLD,
+    Argument("--order", default="graph", choices=ORDERS, help="as the graph is ordered, or as dependences allow"),
+)  # fmt: skip
 
 
 def predict(options: argparse.Namespace) -> tuple[InspectedProgram, Schedule]:
-    """Compile and predict what the arguments of `add_prediction` ask for. Return (program, schedule)."""
+    """Compile and predict what the arguments `PREDICTION` ask for. Return (program, schedule)."""
     described = hardware.find(options.hardware)
     program = target.lowered(options, described, fold=options.fold)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``schedule``."""
-    add_prediction(parser)
-    parser.add_argument(
-        "--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"
-    )
-    parser.add_argument("--beside", metavar="PLAN", help="another plan to compare with, in text and on the page")
-    parser.add_argument("--beside-mesh", metavar="MESH", help="the mesh of --beside, if it is another one")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
-    parser.add_argument("--tries", action="store_true", help="put changes that `lint` tries on the page of --html too")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
+SCHEDULE = (
+    *PREDICTION,
+    Argument("--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"),
+    Argument("--beside", metavar="PLAN", help="another plan to compare with, in text and on the page"),
+    Argument("--beside-mesh", metavar="MESH", help="the mesh of --beside, if it is another one"),
+    Argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto"),
+    Argument("--json", metavar="FILE", help="write everything as JSON"),
+    Argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph"),
+    Argument("--tries", action="store_true", help="put changes that `lint` tries on the page of --html too"),
+    Argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]"),
+)
 
 
 def _run_schedule(options: argparse.Namespace) -> None:
@@ -105,13 +102,11 @@ def _print_beside(above: Schedule, beside: Schedule) -> None:
 # --- lint
 
 
-def _add_lint(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``lint``."""
-    add_prediction(parser)
-    parser.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 where a finding is at least this severe")
-    parser.add_argument(
-        "--no-tries", action="store_true", help="do not try other bucket sizes, options and orders of the mesh"
-    )
+LINT = (
+    *PREDICTION,
+    Argument("--fail-on", choices=SEVERITIES, help="exit with 1 where a finding is at least this severe"),
+    Argument("--no-tries", action="store_true", help="do not try other bucket sizes, options and orders of the mesh"),
+)
 
 
 def _run_lint(options: argparse.Namespace) -> int:
@@ -142,12 +137,12 @@ def _run_lint(options: argparse.Namespace) -> int:
 # --- cost
 
 
-def _add_cost(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``cost``."""
-    target.add_arguments(parser)
-    target.add_hardware(parser)
-    target.add_fold(parser)
-    parser.add_argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster")
+COST = (
+    *target.PROGRAM,
+    target.HARDWARE,
+    target.FOLD,
+    Argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster"),
+)
 
 
 def _run_cost(options: argparse.Namespace) -> None:
@@ -182,13 +177,13 @@ def _run_cost(options: argparse.Namespace) -> None:
 # --- diff
 
 
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``diff``."""
-    parser.add_argument("before", metavar="A", help="what `schedule --json` wrote")
-    parser.add_argument("after", metavar="B", help="the same, to compare with A")
-    parser.add_argument(
+DIFF = (
+    Argument("before", metavar="A", help="what `schedule --json` wrote"),
+    Argument("after", metavar="B", help="the same, to compare with A"),
+    Argument(
         "--fail-if", action="append", default=[], metavar="CONDITION", help="exit with 1: 'exposed>+5%%', 'wire.dp>+0'"
-    )
+    ),
+)
 
 
 def _run_diff(options: argparse.Namespace) -> int:
@@ -206,8 +201,8 @@ def _run_diff(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("schedule", "predict a training step's communication", _add_schedule, _run_schedule),
-    Command("lint", "find communication that a plan could avoid", _add_lint, _run_lint),
-    Command("cost", "communication as formulas in batch, sequence and axis sizes", _add_cost, _run_cost),
-    Command("diff", "compare two schedules saved as JSON", _add_diff, _run_diff),
+    Command("schedule", "predict a training step's communication", SCHEDULE, _run_schedule),
+    Command("lint", "find communication that a plan could avoid", LINT, _run_lint),
+    Command("cost", "communication as formulas in batch, sequence and axis sizes", COST, _run_cost),
+    Command("diff", "compare two schedules saved as JSON", DIFF, _run_diff),
 )

@@ -24,7 +24,7 @@ import shardc
 from shardc._compat import PyTree, pytree
 from shardc.cli import target
 from shardc.cli.measured import Comparison, off, pairs_of, phases_of, step_of
-from shardc.cli.target import Command, options_of
+from shardc.cli.target import Argument, Command, options_of
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
@@ -198,22 +198,20 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 Plans = list[tuple[str, shardc.Mesh]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``measure``."""
-    target.add_model(parser)
-    parser.add_argument("--nproc", type=int, required=True, help="gloo processes to start")
-    parser.add_argument(
+ARGUMENTS = (
+    *target.MODEL,
+    Argument("--nproc", type=int, required=True, help="gloo processes to start"),
+    Argument(
         "--plan", "--plans", dest="plans", metavar="PLAN", nargs="+", required=True,
         help="""a plan, as 'fsdp("dp")', or several, whose steps take turns""",
-    )  # fmt: skip
-    parser.add_argument("--mesh", help="axes and sizes, as dp=2,tp=2 (default: the plan's one axis)")
-    parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"), help="(default: inductor)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan (default: 5)")
-    parser.add_argument("--cost", metavar="FILE", help="what `calibrate` wrote; by default the rough description 'cpu'")
-    parser.add_argument("--json", metavar="FILE", help="write the comparisons, a list")
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page of one plan: the measured step under the predicted"
-    )
+    ),
+    Argument("--mesh", help="axes and sizes, as dp=2,tp=2 (default: the plan's one axis)"),
+    Argument("--backend", default="inductor", choices=("inductor", "eager"), help="(default: inductor)"),
+    Argument("--steps", type=int, default=5, help="timed steps of each plan (default: 5)"),
+    Argument("--cost", metavar="FILE", help="what `calibrate` wrote; by default the rough description 'cpu'"),
+    Argument("--json", metavar="FILE", help="write the comparisons, a list"),
+    Argument("--html", metavar="FILE", help="write a page of one plan: the measured step under the predicted"),
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
@@ -354,4 +352,4 @@ def order(comparisons: list[Comparison]) -> list[str]:
     return lines or ["the orders agree"]
 
 
-COMMANDS = (Command("measure", "run steps on gloo ranks; compare with predicted", add_arguments, run),)
+COMMANDS = (Command("measure", "run steps on gloo ranks; compare with predicted", ARGUMENTS, run),)

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from shardc._compat import OpOverload, aten_overloads
 from shardc.capture import decompositions
-from shardc.cli.target import Command
+from shardc.cli.target import Argument, Command
 from shardc.rules import RULES, find_rule
 from shardc.rules.fallback import TEXT as FROM_TORCH
 
@@ -32,9 +32,7 @@ class Line(NamedTuple):
     source: str
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rules``."""
-    parser.add_argument("--op", default="*", metavar="GLOB", help="only ops whose name fits, e.g. 'aten.*scatter*'")
+ARGUMENTS = (Argument("--op", default="*", metavar="GLOB", help="only ops whose name fits, e.g. 'aten.*scatter*'"),)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -111,4 +109,4 @@ def coverage() -> str:
     return f"core ATen: {covered} of {total} overloads ({100 * covered / total:.1f}%): {parts}{missing}"
 
 
-COMMANDS = (Command("rules", "list the sharding rules", add_arguments, run),)
+COMMANDS = (Command("rules", "list the sharding rules", ARGUMENTS, run),)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import shardc
 from shardc.capture import CaptureOnce
 from shardc.cli import target
-from shardc.cli.target import Command, options_of
+from shardc.cli.target import Argument, Command, options_of
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning
@@ -30,18 +30,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``sweep``."""
-    target.add_model(parser)
-    parser.add_argument("--ranks", required=True, help="8..16384 (doubling from the first), or 8,24,64")
-    parser.add_argument(
-        "--plans", required=True, nargs="+", metavar="PLAN", help="""as 'fsdp("dp") | llama_tp("tp")'"""
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="AXIS=SIZE", help="fix the size of an axis")
-    target.add_hardware(parser)
-    parser.add_argument("--no-fold", action="store_true", help="analyse every one of repeated blocks")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+ARGUMENTS = (
+    *target.MODEL,
+    Argument("--ranks", required=True, help="8..16384 (doubling from the first), or 8,24,64"),
+    Argument("--plans", required=True, nargs="+", metavar="PLAN", help="""as 'fsdp("dp") | llama_tp("tp")'"""),
+    Argument("--set", action="append", default=[], metavar="AXIS=SIZE", help="fix the size of an axis"),
+    target.HARDWARE,
+    Argument("--no-fold", action="store_true", help="analyse every one of repeated blocks"),
+    Argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]"),
+    Argument("--json", metavar="FILE", help="write the rows as JSON"),
+)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -273,4 +271,4 @@ def draw(rows: Sequence[Row]) -> Figure:
     return drawn
 
 
-COMMANDS = (Command("sweep", "compare meshes and plans from one capture", add_arguments, run),)
+COMMANDS = (Command("sweep", "compare meshes and plans from one capture", ARGUMENTS, run),)

@@ -39,19 +39,26 @@ _WORDS = {"true": True, "false": False, "none": None}
 T = TypeVar("T")
 
 
+class Argument:
+    """An argument of a command: its name or flags, and the options of `argparse.ArgumentParser.add_argument`."""
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        self.names, self.options = names, options
+
+
 class Command(NamedTuple):
     """A command of ``python -m shardc``: its name, help, arguments and function.
 
     Args:
         name: its name.
         help: its help text.
-        add_arguments: adds its arguments to a parser.
+        arguments: its arguments, in the order of its help.
         run: runs it with the parsed arguments; returns the exit status, None for 0.
     """
 
     name: str
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    arguments: Sequence[Argument]
     run: Callable[[argparse.Namespace], int | None]
 
 
@@ -78,44 +85,41 @@ class Target:
         return _attribute(self.module, name, self.name.rpartition(":")[0], what)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select the model, the loss and the options."""
-    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
-    parser.add_argument(
+# The model, the loss and the options.
+MODEL = (
+    Argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)"),
+    Argument(
         "--loss",
         metavar="NAME",
         help="a function of the target's file: loss(output, *last arguments); the target is called with targets=True",
-    )
-    add_option(parser)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select model, mesh and plan."""
-    add_model(parser)
-    parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
-    parser.add_argument(
+    ),
+    Argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE",
+        help="an option of shardc.Options, as 'bucket_size=450 MiB' or decompose=1; may be given several times",
+    ),
+)  # fmt: skip
+# Model, mesh and plan.
+PROGRAM = (
+    *MODEL,
+    Argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4"),
+    Argument(
         "--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")', or the .json of `plan --json`"""
-    )
+    ),
+)
+# The hardware of the prediction (`shardc.cost.hardware.find`).
+HARDWARE = Argument(
+    "--hardware",
+    default="h100",
+    help=f"one of {', '.join(hardware.KNOWN)}, or the .json that `calibrate` wrote (default: h100)",
+)
+FOLD = Argument("--fold", action="store_true", help="analyse repeated blocks on a few of them")
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for the hardware of the prediction (`shardc.cost.hardware.find`)."""
-    names = ", ".join(hardware.KNOWN)
-    parser.add_argument(
-        "--hardware", default="h100", help=f"one of {names}, or the .json that `calibrate` wrote (default: h100)"
-    )
-
-
-def add_fold(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that enables folding (`shardc.fold`)."""
-    parser.add_argument("--fold", action="store_true", help="analyse repeated blocks on a few of them")
-
-
-def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the argument ``--passes``, which selects stages of the compiler (see `stages_of`). ``what`` is the start of
-    its help text.
+def passes_argument(what: str) -> Argument:
+    """Return the argument ``--passes``, which selects stages of the compiler (see `stages_of`). ``what`` is the start
+    of its help text.
     """
-    parser.add_argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
+    return Argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
 
 
 def count_of(text: str) -> int:
@@ -147,7 +151,7 @@ def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[..., Any] | None]:
-    """Return (target, mesh, plan, loss) for the arguments of `add_arguments`; the loss is None if there is none.
+    """Return (target, mesh, plan, loss) for the arguments `PROGRAM`; the loss is None if there is none.
 
     Raises:
         InputError, MeshError, PlanError: an argument is wrong.
@@ -159,7 +163,7 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
 
 
 def lowered(options: argparse.Namespace, described: Hardware | None = None, **defaults: Any) -> Any:
-    """Return the `shardc.Program` that the arguments of `add_arguments` describe. The hardware ``described`` and the
+    """Return the `shardc.Program` that the arguments `PROGRAM` describe. The hardware ``described`` and the
     options ``defaults`` are as for `options_of`.
     """
     target, mesh, plan, loss = resolve(options)
@@ -200,14 +204,6 @@ def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
             raise MeshError(f"{argument} {text}: axis {name!r} occurs twice")
         axes[name] = int(size)
     return Mesh(axes)
-
-
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for options of `shardc.compile`."""
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE",
-        help="an option of shardc.Options, as 'bucket_size=450 MiB' or decompose=1; may be given several times",
-    )  # fmt: skip
 
 
 def parsed(texts: Sequence[str], target: Target) -> dict[str, Any]:
