@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -39,27 +39,7 @@ from shardc.runtime.profile import Profiled, alive, profile_step
 from shardc.validate import checked
 
 WARM_UP = 2  # steps that are not timed; the first compiles
-
-
-@dataclass(frozen=True)
-class Work:
-    """The model to run with ``measure``, and the settings of the run.
-
-    Args:
-        target: the model, as `shardc.cli.target.load` takes it.
-        loss: name of a function in the target's file; None for no loss.
-        backend: backend of `shardc.compile`.
-        steps: number of timed steps per plan.
-        option: options of `shardc.compile`, as ``NAME=VALUE``.
-        html: file for a page; None for none.
-    """
-
-    target: str
-    loss: str | None
-    backend: str
-    steps: int
-    option: tuple[str, ...] = ()
-    html: str | None = None
+Plans = list[tuple[str, shardc.Mesh]]  # (plan as text, its mesh)
 
 
 @dataclass(frozen=True)
@@ -91,38 +71,38 @@ class _Training:
         self.optimizer.zero_grad()
 
 
-def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Hardware) -> list[Comparison]:
+def compare(options: argparse.Namespace, plans: Plans, described: Hardware) -> list[Comparison]:
     """Train under each plan on this rank; return a `Comparison` (predicted, measured) for each. All ranks call it.
 
     The plans take turns, one step each.
 
     Args:
-        work: the model to run.
+        options: the arguments of ``measure``.
         plans: (plan as text, mesh) of each plan.
         described: the hardware of the prediction.
     """
-    trained = [_training(work, plan, mesh, described) for plan, mesh in plans]
+    trained = [_training(options, plan, mesh, described) for plan, mesh in plans]
     times: list[list[float]] = [[] for _ in trained]
-    for _ in range(WARM_UP + work.steps):
+    for _ in range(WARM_UP + options.steps):
         for training, seconds in zip(trained, times, strict=True):
             seconds.append(_timed(training.step))
             training.update()
     slowest = torch.tensor(times, dtype=torch.float64)[:, WARM_UP:]
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [_compared(x, tuple(seconds), work.html) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
+    return [_compared(x, tuple(seconds), options.html) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
 
 
-def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
+def _training(options: argparse.Namespace, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
     """Return the model compiled under ``plan`` on this rank, with its predicted schedule."""
     torch.manual_seed(0)  # the same model on every rank
-    loaded, loss = target.load_with_loss(work.target, work.loss)
+    loaded, loss = target.load_with_loss(options.target, options.loss)
     names, sizes = zip(*mesh.shape, strict=True)
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
     parsed_plan = target.plan_of(plan, loaded, "--plan")
-    compile_options = options_of(loaded, work.option)
+    compile_options = options_of(loaded, options.option)
     module = shardc.compile(
-        loaded.model, device_mesh, parsed_plan, loss=loss, backend=work.backend, options=compile_options
+        loaded.model, device_mesh, parsed_plan, loss=loss, backend=options.backend, options=compile_options
     )
     if isinstance(loaded.model, nn.Module) and any(p.is_meta for p in loaded.model.parameters()):
         module.to_empty(device="cpu")
@@ -195,9 +175,6 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 
 
-Plans = list[tuple[str, shardc.Mesh]]
-
-
 ARGUMENTS = (
     *target.MODEL,
     Argument("--nproc", type=int, required=True, help="gloo processes to start"),
@@ -225,9 +202,8 @@ def run(options: argparse.Namespace) -> None:
     described = hardware.CPU if options.cost is None else calibrated(CostModel.load(options.cost))
     for _, mesh in plans:
         described.check(mesh)
-    work = Work(options.target, options.loss, options.backend, options.steps, tuple(options.option), options.html)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (work, plans, described, folder, options.nproc), nprocs=options.nproc)
+        mp.spawn(_rank, (options, plans, described, folder), nprocs=options.nproc)
         records = json.loads((Path(folder) / "comparisons.json").read_text())
     comparisons: list[Comparison] = [checked(record, Comparison, "a comparison", tables=True) for record in records]
     if len(comparisons) == 1:
@@ -277,15 +253,15 @@ def _check(options: argparse.Namespace) -> Plans:
     return plans
 
 
-def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str, ranks: int) -> None:
+def _rank(rank: int, options: argparse.Namespace, plans: Plans, described: Hardware, folder: str) -> None:
     """Measure and compare the plans as rank ``rank`` of the new processes. Rank 0 writes the comparisons to
     ``folder``.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    comparisons = compare(work, plans, described)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.nproc)
+    comparisons = compare(options, plans, described)
     if rank == 0:
         (Path(folder) / "comparisons.json").write_text(json.dumps([asdict(comparison) for comparison in comparisons]))
     dist.barrier()
