@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -146,7 +146,7 @@ class _OnShards(torch.optim.Optimizer):
         self._local, self._calls = defaultdict(dict), None
         self._shards, self._tensors, self._whole, self._owners = [], [], [], None
         self._check(self.param_groups)
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = _params(self.param_groups)
         if must_select and not any(selects(names[id(param)], param) for param in params):
             raise InputError(
                 f"whole selects none of the optimizer's {len(params)} parameters",
@@ -155,13 +155,12 @@ class _OnShards(torch.optim.Optimizer):
 
     def _check(self, groups: list[dict[str, Any]]) -> None:
         """Raises InputError if ``groups`` has a parameter that does not belong to the module."""
-        for group in groups:
-            for param in group["params"]:
-                if id(param) not in self._names:
-                    raise InputError(
-                        f"a parameter of shape {list(param.shape)} is none of the module's",
-                        fix="pass module.parameters(), or groups of them",
-                    )
+        for param in _params(groups):
+            if id(param) not in self._names:
+                raise InputError(
+                    f"a parameter of shape {list(param.shape)} is none of the module's",
+                    fix="pass module.parameters(), or groups of them",
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the plain optimizer, with DTensors; with whole parameters, all ranks call it."""
@@ -202,29 +201,21 @@ class _OnShards(torch.optim.Optimizer):
             return loss
         self._refresh(groups)
         whole = self._gather()
-        self.param_groups = local = [
+        local = [
             _local_group(group, [x for x in mine if x.is_local], [x.take_grad() for x in mine])
             for group, mine in zip(groups, self._shards, strict=True)
         ]
-        for group, mine in zip(self.param_groups, self._shards, strict=True):
+        for group, mine in zip(local, self._shards, strict=True):
             for shard in mine:
                 shard.read(state.get(shard.param), bool(group.get("fused")), self._local)
-        self.state = self._local
         calls = None
-        # ``param_groups`` and ``state`` are those of the local tensors during the base class's step.
-        try:
+        with self._on_local_tensors(local):
             _plain_step(self.base)(self)
             if self._owners is None and _is_adam(self.base) and all(map(_AdamCall.can_be, local)):
                 calls = [_AdamCall(mine, self._local) for mine in self._shards]
             self._scatter(whole)
-        finally:
-            self.param_groups, self.state = groups, state
-            for mine in self._shards:
-                for shard in mine:
-                    shard.end_step()
-        for mine in self._shards:
-            for shard in mine:
-                shard.write(self._local.get(shard.data), state)
+        for shard in chain.from_iterable(self._shards):
+            shard.write(self._local.get(shard.data), state)
         for group, changed in zip(groups, local, strict=True):
             group.update({key: x for key, x in changed.items() if key not in ("params", "fused")})
         if not all(x.shared for x in whole):
@@ -235,6 +226,20 @@ class _OnShards(torch.optim.Optimizer):
         self._held = list(state.values())
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
         return loss
+
+    @contextmanager
+    def _on_local_tensors(self, local: list[dict[str, Any]]) -> Iterator[None]:
+        """Context manager of a step of the base class: the optimizer's groups are ``local``, of local tensors, and its
+        state is theirs.
+        """
+        groups, state = self.param_groups, self.state
+        self.param_groups, self.state = local, self._local
+        try:
+            yield
+        finally:
+            self.param_groups, self.state = groups, state
+            for shard in chain.from_iterable(self._shards):
+                shard.end_step()
 
     def _gather(self) -> list[WholeParameter]:
         """Sends parameters and gradients to the ranks that own the parameters; an owner updates the whole tensor.
@@ -274,9 +279,7 @@ class _OnShards(torch.optim.Optimizer):
         }
         everyone = self._owners.share((mine, [_numbers(group) for group in self.param_groups]))
         (_, first), *others = everyone.values()
-        for numbers, theirs in (
-            (numbers, theirs) for _, other in others for numbers, theirs in zip(first, other, strict=True)
-        ):
+        for numbers, theirs in chain.from_iterable(zip(first, other, strict=True) for _, other in others):
             if different := [key for key in numbers if numbers[key] != theirs.get(key)]:
                 name = self.base.__name__
                 raise InputError(
@@ -289,7 +292,7 @@ class _OnShards(torch.optim.Optimizer):
             if described and not x.is_local:
                 self.state[x.param] = pytree.tree_map_only(Described, x.described, described)
         # Where state is read, all ranks do it in one order: whole tensors are gathered.
-        for param in (param for group in self.param_groups for param in group["params"]):
+        for param in _params(self.param_groups):
             if param in self.state:
                 self.state[param] = self.state.pop(param)
 
@@ -310,10 +313,9 @@ class _OnShards(torch.optim.Optimizer):
 
     def _place(self) -> None:
         """Moves the tensors of the optimizer's state to the layouts that steps use; a collective if any are moved."""
-        for mine in self._shards:
-            for shard in mine:
-                if state := self.state.get(shard.param):
-                    self.state[shard.param] = pytree.tree_map(shard.placed, state)
+        for shard in chain.from_iterable(self._shards):
+            if state := self.state.get(shard.param):
+                self.state[shard.param] = pytree.tree_map(shard.placed, state)
 
     def _step_unchanged(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, object]]) -> bool:
         """Repeats the kernel calls of the last step with the present gradients and options. Returns False if they
@@ -359,8 +361,7 @@ class _OnShards(torch.optim.Optimizer):
         self._check(groups)
         if self._owners is not None:
             self._share()  # owners may change
-        params = [param for group in groups for param in group["params"]]
-        whole = [x for x in params if x.numel() and split_dims(x) and self._selects(self._names[id(x)], x)]
+        whole = [x for x in _params(groups) if x.numel() and split_dims(x) and self._selects(self._names[id(x)], x)]
         self._owners = Owners(whole, self._groups) if whole else None
         owners = {} if self._owners is None else {id(x.param): (at, x) for at, x in enumerate(self._owners.owners)}
         self._local = defaultdict(dict)
@@ -448,6 +449,11 @@ def _init_group(base: type[torch.optim.Optimizer]) -> object:
     """
     method = getattr(base, "_init_group", None)
     return getattr(method, _compat.COMPILED_OUT, method)
+
+
+def _params(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    """Returns the parameters of ``groups``, in order."""
+    return [param for group in groups for param in group["params"]]
 
 
 def _local_group(group: dict[str, Any], shards: list[Shard], fuses: list[bool]) -> dict[str, Any]:
