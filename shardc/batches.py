@@ -98,7 +98,7 @@ def batches(
     ...     print(tuple(x.shape))
     (4, 4)
     """
-    own_rows = _has_own_rows(loader) if own_rows is None else own_rows
+    own_rows = _sampler(loader) is not None if own_rows is None else own_rows
     if isinstance(module, Simulation):
         if own_rows:
             raise InputError(
@@ -235,30 +235,23 @@ def _per_rank(state: Namespace, names: Sequence[str]) -> set[str]:
     return {names[at] for at, spec in specs.items() if isinstance(spec, PerRank)}
 
 
-def _samplers(loader: Any) -> Iterator[DistributedSampler[Any]]:
-    """Yields the DistributedSampler of a loader, if it has one."""
-    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            yield sampler
-            return
-
-
-def _has_own_rows(loader: Any) -> bool:
-    """Whether the loader deals out rows by a DistributedSampler."""
-    return any(True for _ in _samplers(loader))
+def _sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """Returns the DistributedSampler that deals out the rows of a loader; None if it has none."""
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
 
 def _check_sampler(loader: Any, parts: tuple[int, int]) -> None:
     """Raises InputError if a DistributedSampler of the loader deals out other rows than the plan needs. ``parts`` is
     (number of parts, index of this rank's part).
     """
-    for sampler in _samplers(loader):
-        if (sampler.num_replicas, sampler.rank) != parts:
-            raise InputError(
-                f"the loader's DistributedSampler deals out part {sampler.rank} of {sampler.num_replicas}, and by the "
-                f"plan this rank has part {parts[1]} of {parts[0]}",
-                fix="make it with DistributedSampler(dataset, *shardc.data_parts(module))",
-            )
+    sampler = _sampler(loader)
+    if sampler is not None and (sampler.num_replicas, sampler.rank) != parts:
+        raise InputError(
+            f"the loader's DistributedSampler deals out part {sampler.rank} of {sampler.num_replicas}, and by the "
+            f"plan this rank has part {parts[1]} of {parts[0]}",
+            fix="make it with DistributedSampler(dataset, *shardc.data_parts(module))",
+        )
 
 
 def padded(state: Namespace, named: Named, pad: Mapping[str, int | float]) -> Named:

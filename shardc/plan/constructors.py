@@ -373,22 +373,5 @@ def _globs(names: object, entry: str) -> Iterable[str]:
     return [globs] if isinstance(globs, str) else tuple(globs)
 
 
-CONSTRUCTORS |= {
-    function.__name__: function
-    for function in (
-        ddp,
-        fsdp,
-        hsdp,
-        tp,
-        cp,
-        ep,
-        chunked_loss,
-        microbatches,
-        pp,
-        precision,
-        offload,
-        recompute,
-        save,
-        Plan,
-    )
-}
+_FUNCTIONS = ddp, fsdp, hsdp, tp, cp, ep, chunked_loss, microbatches, pp, precision, offload, recompute, save
+CONSTRUCTORS |= {function.__name__: function for function in (*_FUNCTIONS, Plan)}

@@ -7,16 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import InputError, PlanError
@@ -27,6 +18,8 @@ from shardc.plan.from_hf import pin, split_module
 from shardc.plan.layout_spec import OnAxes, quote
 from shardc.plan.match import by_part, matching
 from shardc.plan.placed import ParamPlan
+
+STYLES = parallel.ColwiseParallel.__module__  # torch's module of styles
 
 
 def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
@@ -93,7 +86,7 @@ def drop_style_hooks(model: nn.Module) -> None:
                 cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
                 functions = (hook, *(getattr(x, "func", x) for x in cells))
                 makers = {getattr(function, "__module__", None) for function in functions}
-                if ColwiseParallel.__module__ in makers:
+                if STYLES in makers:
                     del hooks[key]
                 elif distribute_module.__globals__["__name__"] in makers:
                     raise InputError(
@@ -127,18 +120,10 @@ def _dim(placement: Placement) -> int:
 
 
 At = int | str
-KNOWN = (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    PrepareModuleInputOutput,
-)
 
 
 def style_entries(
-    styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str, model: nn.Module | None
+    styles: Mapping[str, parallel.ParallelStyle] | parallel.ParallelStyle, axis: str, model: nn.Module | None
 ) -> list[Entry]:
     """Return the plan entries that shard a model as ``parallelize_module`` does with ``styles`` on ``axis``.
 
@@ -157,7 +142,7 @@ def style_entries(
     """
     entries: list[Entry] = []
     for key, style in styles.items() if isinstance(styles, Mapping) else [("", styles)]:
-        if type(style) not in KNOWN:
+        if type(style).__module__ != STYLES:
             raise PlanError(
                 f"unknown style {type(style).__name__} of {key!r}",
                 plan_entry=f"Plan.from_styles({{{quote(key)}: ...}})",
@@ -167,30 +152,30 @@ def style_entries(
     return in_order(entries)
 
 
-def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -> list[Entry]:
+def _read(glob: str, style: parallel.ParallelStyle, axis: str, model: nn.Module | None) -> list[Entry]:
     """Return the plan entries of one ``parallelize_module`` style for the modules that ``glob`` matches."""
     match style:
-        case ColwiseParallel():
+        case parallel.ColwiseParallel():
             embedding = model is not None and _embeddings(glob, model)
             usual = style.output_layouts == (Shard(-1),)
             split = split_module(glob, "output", embedding, axis)
             return split if usual else [*split, pin(f"{glob}:output", axis, style.output_layouts[0])]
-        case RowwiseParallel():
+        case parallel.RowwiseParallel():
             whole = style.input_layouts == (Replicate(),)
             split = split_module(glob, "input", whole if model is None else _embeddings(glob, model), axis)
             usual = style.output_layouts == (Replicate(),)
             return split if usual else [*split, pin(f"{glob}:output", axis, style.output_layouts[0])]
-        case SequenceParallel():
+        case parallel.SequenceParallel():
             return [pin(f"{glob}:{where}", axis, style.sequence_sharding[0]) for where in ("input", "output")]
-        case PrepareModuleInput():
+        case parallel.PrepareModuleInput():
             return _prepared_input(glob, style, axis)
-        case PrepareModuleOutput():
+        case parallel.PrepareModuleOutput():
             pairs = zip(style.output_layouts, style.desired_output_layouts, strict=True)
             return _prepared(f"{glob}:output", axis, enumerate(pairs))
-        case PrepareModuleInputOutput():
+        case parallel.PrepareModuleInputOutput():
             prepared = style.prepare_module_output
             return [*_prepared_input(glob, style.prepare_module_input, axis), *_read(glob, prepared, axis, model)]
-    raise AssertionError(f"{style} is in KNOWN and is not read")
+    raise AssertionError(f"{style} is torch's own and is not read")
 
 
 def _embeddings(glob: str, model: nn.Module) -> bool:
@@ -199,7 +184,7 @@ def _embeddings(glob: str, model: nn.Module) -> bool:
     return bool(names) and all(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
 
 
-def _prepared_input(glob: str, style: PrepareModuleInput, axis: str) -> list[Entry]:
+def _prepared_input(glob: str, style: parallel.PrepareModuleInput, axis: str) -> list[Entry]:
     """Return a pin (an entry that fixes an activation's layout) for each input that the style ``PrepareModuleInput``
     redistributes.
     """
