@@ -289,19 +289,7 @@ def _print_all(comparisons: list[Comparison]) -> None:
             *map(size, row.memory), off(*row.memory), str(sent),
             "-" if counted is None else "equal" if counted == sent else str(counted),
         ))  # fmt: skip
-    head = (
-        "plan",
-        "step",
-        "measured",
-        "off by",
-        "+-",
-        "fastest",
-        "peak",
-        "measured",
-        "off by",
-        "bytes sent",
-        "counted",
-    )
+    head = "plan", "step", "measured", "off by", "+-", "fastest", "peak", "measured", "off by", "bytes sent", "counted"
     fastest = min(comparisons, key=lambda row: row.seconds[1])
     print(f"fastest: {fastest.plan}, {duration(fastest.seconds[1])} a step")
     print("\n" + aligned(body, head, left=("plan",), cut=("plan",)) + "\n")

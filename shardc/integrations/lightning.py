@@ -7,11 +7,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardc.batches import data_parts
 from shardc.errors import InputError

@@ -102,11 +102,7 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
     ends = list(accumulate(sizes))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for (name, tensor), size, end in zip(tensors.items(), sizes, ends, strict=True):
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end - size, end],
-        }
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end - size, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
