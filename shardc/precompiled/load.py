@@ -113,7 +113,24 @@ class Precompiled(Executable):
         for name, function in record.functions.items():
             if function_ops.register(function_ops.Function.from_json(function, allowed_op)).name != name:
                 raise PrecompiledError(f"what the record has as the function {name!r} is something else")
-        self._halves: dict[Phase, fx.GraphModule] = {}
+        self._halves = self._parse_graphs(record)
+        if record.timed is not None:
+            self._set_timed(record.timed, inputs)
+        outputs = self._outputs()
+        self.outputs: tuple[Role, ...] = tuple(role for role, _ in outputs)
+        self.output_values: tuple[object, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in outputs)
+        self.returned = record.returned
+        self._check_ports()
+        if record.timed is not None:
+            check_steps(self, self.infers)
+
+    def _parse_graphs(self, record: Record) -> dict[Phase, fx.GraphModule]:
+        """Return the saved graphs: phase -> graph.
+
+        Raises:
+            PrecompiledError: a graph is not what the record says, or the backwards of a stage take other values.
+        """
+        graphs: dict[Phase, fx.GraphModule] = {}
         # Stage -> name of a placeholder of its backwards in the record -> its name in the parsed graph.
         names: dict[int | None, dict[str, str]] = {}
         # A graph names what it saves by the placeholders of the graphs that take it, which are parsed first.
@@ -121,29 +138,27 @@ class Precompiled(Executable):
         for half in sorted(record.halves, key=lambda half: order.index(without_stage(phase_named(half)))):
             phase = phase_named(half)
             of_stage = names.setdefault(phase.stage if isinstance(phase, AtStage) else None, {})
-            self._halves[phase], now = self._half(half, record, of_stage)
+            graphs[phase], parsed_names = self._half(half, record, of_stage)
             if without_stage(phase) in _BACKWARDS:
-                if any(of_stage.get(name, same) != same for name, same in now.items()):
+                if any(of_stage.get(name, parsed) != parsed for name, parsed in parsed_names.items()):
                     raise PrecompiledError(f"{half} takes other values than the backwards beside it")
-                of_stage |= now
-        if record.timed is not None:
-            self._set_timed(record.timed, inputs)
-        outputs = self._outputs()
-        self.outputs: tuple[Role, ...] = tuple(role for role, _ in outputs)
-        self.output_values: tuple[object, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in outputs)
+                of_stage |= parsed_names
+        return graphs
+
+    def _check_ports(self) -> None:
+        """Raise PrecompiledError if the inputs, the outputs or what is said of the outputs' memory are not those of the
+        call.
+        """
         results = sum(role.kind == "output" for role in self.outputs)
         if results != self.output_spec.num_leaves:
             raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
-        self.returned = record.returned
         named = [at for x in self.returned for at in (x.first, x.same, x.of_output, *x.read_by, *x.leads_to)]
         late = [at for at, x in enumerate(self.returned) if x.same is not None and x.same >= at]
         if len(self.returned) != results or late or not all(at is None or 0 <= at < results for at in named):
             raise PrecompiledError(f"{results} results are said to be {len(self.returned)} outputs")
-        expected = [name for name, _ in self.key.call.tensors]
-        if [name for name, _ in self.inputs] != expected:
-            raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {expected}")
-        if record.timed is not None:
-            check_steps(self, self.infers)
+        inputs, expected = [name for name, _ in self.inputs], [name for name, _ in self.key.call.tensors]
+        if inputs != expected:
+            raise PrecompiledError(f"the graphs take {inputs}, and the call {expected}")
 
     @property
     def trains(self) -> bool:
