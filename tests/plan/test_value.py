@@ -100,7 +100,7 @@ def test_later_wins_where_both_speak_of_the_same(text: str) -> None:
 
 def test_precision() -> None:
     assert (precision(torch.float16) | precision(torch.bfloat16)).precision.of("any").param is torch.bfloat16
-    assert Plan().precision.of("any").non_defaults == {}
+    assert Plan().precision.of("any").call == ("precision", {})
 
 
 def test_a_module_follows_the_last_precision_that_matches_it() -> None:
