@@ -42,13 +42,9 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
     Raises:
         PlanError: the model has no plan, no key of it matches, or a style is unknown.
     """
-    carried = hf_plan(model)
+    carried, fix = hf_plan(model), "write one with shardc.tp(axis, colwise=[...], rowwise=[...])"
     if not carried:
-        raise PlanError(
-            f"{type(model).__name__} has no tensor-parallel plan",
-            plan_entry=WHERE,
-            fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
-        )
+        raise PlanError(f"{type(model).__name__} has no tensor-parallel plan", plan_entry=WHERE, fix=fix)
     # Models with experts have both plans: split the experts, not the features of each expert.
     carried |= {key: style for key, style in hf_plan(model, "ep").items() if key in carried and _of_experts(style)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -73,7 +69,7 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
         raise PlanError(
             f"the plan that {type(model).__name__} carries matches nothing of it: {', '.join(absent)}",
             plan_entry=WHERE,
-            fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
+            fix=fix,
         )
     return in_order(entries)
 

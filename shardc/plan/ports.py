@@ -127,7 +127,7 @@ def _in_time(
         whole: the plans of the inputs without microbatches.
     """
     specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
-    batch, count = set(row_axes(plan, mesh.untimed)), mesh.microbatches
+    batch = set(row_axes(plan, mesh.untimed))
     out = []
     for on_devices, wanted in zip(whole, specs, strict=True):
         layout, padded = on_devices.layout.on(mesh), on_devices.padded and on_devices.padded.on(mesh)
@@ -137,15 +137,21 @@ def _in_time(
         if not dims or layout.shape[dims[0]] == 1:
             out.append(InputPlan(layout, on_devices.cause, padded))
             continue
-        digits = target.dims[dims[0]]
-        local = next(at for at in range(len(digits) + 1) if at == len(digits) or digits[at].axis is None)
-        size = digits[local].radix if local < len(digits) else 1
-        part = -(-size // count)
-        split = [*digits[:local], Digit(count, mesh.time), Digit(part), *digits[local + 1 :]]
-        timed = target.replace(dims=[*target.dims[: dims[0]], split, *target.dims[dims[0] + 1 :]])
-        even = padded is None and part * count == size
-        out.append(InputPlan(timed, on_devices.cause) if even else InputPlan(layout, on_devices.cause, timed))
+        timed = _split_over(target, dims[0], Digit(mesh.microbatches, mesh.time))
+        is_even = padded is None and timed.shape == target.shape
+        out.append(InputPlan(timed, on_devices.cause) if is_even else InputPlan(layout, on_devices.cause, timed))
     return out
+
+
+def _split_over(layout: Layout, dim: int, digit: Digit) -> Layout:
+    """Return ``layout`` with the first local digit of ``dim`` also split by ``digit``, which has an axis. If the axis
+    does not divide that digit, the dim is padded.
+    """
+    digits = layout.dims[dim]
+    at = next((at for at, local in enumerate(digits) if local.axis is None), len(digits))
+    size = digits[at].radix if at < len(digits) else 1
+    split = [*digits[:at], digit, Digit(-(-size // digit.radix)), *digits[at + 1 :]]
+    return layout.replace(dims=[*layout.dims[:dim], split, *layout.dims[dim + 1 :]])
 
 
 def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:

@@ -22,7 +22,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import Executable
 from shardc.ir.text import dump
-from shardc.precompiled.program_key import PLAIN
+from shardc.precompiled.program_key import PLAIN, ProgramKey
 from shardc.precompiled.record import (
     ARTIFACTS,
     RECORD,
@@ -56,16 +56,7 @@ def save_program(
     Raises:
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
-    if program.guards.reads.unseen:
-        raise PrecompiledError(
-            "the program was captured by running the model on fake tensors: its guards leave values out",
-            fix="compile it in each start, or write the model so that Dynamo traces it (a warning says why not)",
-        )
-    if program.key is None or program.deferred:
-        raise PrecompiledError(
-            "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
-            fix="save what module.lower(*examples) returns outside of no_sync()",
-        )
+    key = _key_of(program)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -102,7 +93,7 @@ def save_program(
         )
     in_time = program.in_time.get("inputs", {})
     record = Record(
-        VERSION, torch.__version__, program.key, program.guards,
+        VERSION, torch.__version__, key, program.guards,
         tuple((name, str(in_time.get(name, layout))) for name, layout in program.inputs), program.levels,
         program.causes, spec_to_json(program.output_spec, "the outputs"), program.returned, experts, functions, halves,
         files,
@@ -116,7 +107,24 @@ def save_program(
     return [*paths, folder / RECORD]
 
 
+def _key_of(program: Executable) -> ProgramKey:
+    """Return the key of ``program``. Raises PrecompiledError if the program is not one that can be saved."""
+    if program.guards.reads.unseen:
+        raise PrecompiledError(
+            "the program was captured by running the model on fake tensors: its guards leave values out",
+            fix="compile it in each start, or write the model so that Dynamo traces it (a warning says why not)",
+        )
+    if program.key is None or program.deferred:
+        raise PrecompiledError(
+            "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
+            fix="save what module.lower(*examples) returns outside of no_sync()",
+        )
+    key: ProgramKey = program.key
+    return key
+
+
 def _write_record(folder: Path, record: Record) -> None:
+    """Write the record, in one step: a program without it is incomplete."""
     unfinished = folder / f"{RECORD}.unfinished"
     unfinished.write_text(json.dumps(to_json(record), indent=1) + "\n")
     os.replace(unfinished, folder / RECORD)
