@@ -89,7 +89,7 @@ def compare(options: argparse.Namespace, plans: Plans, described: Hardware) -> l
             training.update()
     slowest = torch.tensor(times, dtype=torch.float64)[:, WARM_UP:]
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [_compared(x, tuple(seconds), options.html) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
+    return [_profiled(x, tuple(seconds), options.html) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
 
 
 def _training(options: argparse.Namespace, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
@@ -108,7 +108,7 @@ def _training(options: argparse.Namespace, plan: str, mesh: shardc.Mesh, describ
         module.to_empty(device="cpu")
         module.shardc.init_weights()
     schedule = module.shardc.lower(*loaded.args).schedule(described)
-    cut = module.shardc.shard_inputs(*(_real(x) for x in loaded.args))
+    cut = module.shardc.shard_inputs(*(_with_values(x) for x in loaded.args))
     inputs = cut if isinstance(cut, tuple) else (cut,)
     return _Training(plan, module, schedule, inputs, torch.optim.AdamW(module.parameters(), lr=0.0))
 
@@ -121,7 +121,7 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _compared(training: _Training, timed: tuple[float, ...], html: str | None) -> Comparison:
+def _profiled(training: _Training, timed: tuple[float, ...], html: str | None) -> Comparison:
     """Return the comparison of one plan, after one more step under the profiler.
 
     Args:
@@ -130,7 +130,7 @@ def _compared(training: _Training, timed: tuple[float, ...], html: str | None) -
     """
     dist.barrier()
     module, schedule = training.module, training.schedule
-    allocated = alive([*module.parameters(), *module.buffers(), *training.inputs, *_state(training.optimizer)])
+    allocated = alive([*module.parameters(), *module.buffers(), *training.inputs, *_state_tensors(training.optimizer)])
     seen: Profiled = profile_step(training.step)
     training.optimizer.zero_grad()
     memory = allocated + seen.allocated + module.shardc.memory().arena
@@ -156,7 +156,7 @@ def _latest(seen: Profiled) -> list[float]:
     return [(start - seen.begin) / 1e9 for start in starts.tolist()]
 
 
-def _real(x: PyTree) -> PyTree:
+def _with_values(x: PyTree) -> PyTree:
     """Return the example argument ``x`` with values: a tensor on the meta device is replaced by random numbers, or
     zeros if it holds integers.
     """
@@ -170,7 +170,7 @@ def _tensors(outputs: PyTree) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the tensors of an optimizer's state."""
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 

@@ -144,10 +144,10 @@ class Family:
                 continue
             if symbolic.broken(self.example) is not None:
                 others.append(symbolic)
-            elif self._fits(symbolic, parts, errors):
+            elif self._try_to_fit(symbolic, parts, errors):
                 return
         # The example's own sizes are a special case here, and get a separate program.
-        if not any(self._fits(symbolic, parts, errors) for symbolic in others):
+        if not any(self._try_to_fit(symbolic, parts, errors) for symbolic in others):
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, parts: int) -> Iterator[Sizes]:
@@ -166,7 +166,7 @@ class Family:
                     yield {name: near[other] for name, other in alias.items()}
         yield self.example
 
-    def _fits(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
+    def _try_to_fit(self, symbolic: SymbolicCapture, parts: int, errors: list[Exception]) -> bool:
         """Try to make this the family of ``symbolic``, the capture at symbolic sizes: compile programs at three sets of
         sizes, and fit one program for all sizes to them. Return whether it succeeded; each `Differs` is appended to
         ``errors``.
@@ -174,7 +174,7 @@ class Family:
         self.symbolic = symbolic
         for finer, above in product(_FINER, (True, False)):
             try:
-                self._fitted(parts * finer, above)
+                self._compile_and_fit(parts * finer, above)
                 return True
             except Differs as error:
                 errors.append(error)
@@ -184,16 +184,16 @@ class Family:
         """Compiles and returns a program that is valid at exactly ``sizes``, instead of fitting one for many sizes."""
         return self._build(self.symbolic.at(sizes), sizes)
 
-    def _fitted(self, modulus: int, above: bool) -> None:
+    def _compile_and_fit(self, modulus: int, above: bool) -> None:
         """Compile programs at three sets of sizes, above the example's or below it. Fit the graphs of a step to them.
 
         Args:
             modulus: the sizes are congruent to the example's modulo this number.
             above: take larger sizes than the example's, else smaller ones.
         """
-        near = self._points(modulus, above)
+        near = self._choose_points(modulus, above)
         self.fit = Fit(near, modulus)
-        self.programs = [self._built(point, warns=at == 0) for at, point in enumerate(near)]
+        self.programs = [self._compile_at(point, warns=at == 0) for at, point in enumerate(near)]
         self._fit_graphs()
 
     def _fit_graphs(self) -> None:
@@ -210,7 +210,7 @@ class Family:
         for half in programs[0].step():
             self.half(half.phase)
 
-    def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
+    def _choose_points(self, modulus: int, above: bool) -> list[dict[str, int]]:
         """Choose three sets of sizes near the example's, each a dict size name -> size. Raise Differs if a condition of
         the symbolic capture (a branch on a size) does not hold there.
 
@@ -230,7 +230,7 @@ class Family:
                 raise Differs(f"the model asks for {broken.text}{line}, which does not hold at {point}")
         return near
 
-    def _built(self, point: Sizes, warns: bool) -> Program:
+    def _compile_at(self, point: Sizes, warns: bool) -> Program:
         """Compiles the program for the sizes ``point``. Warnings of the compilation are given again, with the sizes,
         if ``warns``.
         """

@@ -138,7 +138,7 @@ class Precompiled(Executable):
         for half in sorted(record.halves, key=lambda half: order.index(without_stage(phase_named(half)))):
             phase = phase_named(half)
             of_stage = names.setdefault(phase.stage if isinstance(phase, AtStage) else None, {})
-            graphs[phase], parsed_names = self._half(half, record, of_stage)
+            graphs[phase], parsed_names = self._parse_graph(half, record, of_stage)
             if without_stage(phase) in _BACKWARDS:
                 if any(of_stage.get(name, parsed) != parsed for name, parsed in parsed_names.items()):
                     raise PrecompiledError(f"{half} takes other values than the backwards beside it")
@@ -233,7 +233,9 @@ class Precompiled(Executable):
             f"the program in {self.folder} has no graphs for {which}", fix=f"{fix} the module without precompiled="
         )
 
-    def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:
+    def _parse_graph(
+        self, half: str, record: Record, saved: Mapping[str, str]
+    ) -> tuple[fx.GraphModule, dict[str, str]]:
         """Return the saved graph named ``half``, and a map of its placeholders: name in ``record`` -> name in the
         graph.
 
@@ -261,16 +263,17 @@ class Precompiled(Executable):
         slots = fields.memory.slots
         if any(not 0 <= n < 1 << 50 for slot in slots for n in (slot.size, slot.start, slot.end, slot.offset)):
             raise PrecompiledError(f"{half} has a place in memory that cannot be")
-        now = {name: node.name for node, (name, _) in zip(ir.placeholders(gm.graph), fields.placeholders, strict=True)}
+        placeholders = zip(ir.placeholders(gm.graph), fields.placeholders, strict=True)
+        parsed_names = {name: node.name for node, (name, _) in placeholders}
         end = ir.output_node(gm.graph)
-        end.meta[PLAN] = fields.memory.renamed(now, saved)
+        end.meta[PLAN] = fields.memory.renamed(parsed_names, saved)
         end.meta[ir.ROLES] = tuple(
             replace(role, name=saved[role.name]) if role.kind == "saved" else role for role in end.meta[ir.ROLES]
         )
-        if not now.keys() >= {name for name, _, _ in fields.reads}:
+        if not parsed_names.keys() >= {name for name, _, _ in fields.reads}:
             raise PrecompiledError(f"{half} reads what it does not take")
-        end.meta[ir.READS] = {now[name]: Role(kind, of) for name, kind, of in fields.reads}
-        return gm, now
+        end.meta[ir.READS] = {parsed_names[name]: Role(kind, of) for name, kind, of in fields.reads}
+        return gm, parsed_names
 
     def cause(self, collective: fx.Node) -> Cause:
         """Return the `Cause` of a collective in one of the local graphs: the plan entry and the source line."""

@@ -131,6 +131,7 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
     available: set[Key] = {("tangent", index, 0) for index in program.differentiates}
     parts = {name: program.in_time["inputs"].get(name, layout).local_shape for name, layout in program.inputs}
     openings = [opening(at) for at in range(program.openings)]
+    # The phases behind a loop over all microbatches: only these may take its sums.
     once = {step.LAST_BACKWARD, step.CLOSING, step.GRADIENTS, *(phase for _, phase in openings)}
     reads_gradients = False
     for action in actions:
