@@ -251,7 +251,8 @@ class Build:
             return [_on_meta(x, shape(name, x)) if isinstance(x, Tensor) else x for name, x in inputs]
 
         def example_at(wanted: Mapping[str, int]) -> Example:
-            return Example(*pytree.tree_unflatten(leaves_at(wanted), spec), example.with_loss)
+            args, kwargs = pytree.tree_unflatten(leaves_at(wanted), spec)
+            return Example(args, kwargs, example.with_loss)
 
         def capture_at(hints: Mapping[str, int]) -> SymbolicCapture:
             args, kwargs, _ = example_at(hints)

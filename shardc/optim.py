@@ -451,7 +451,7 @@ def _init_group(base: type[torch.optim.Optimizer]) -> object:
     return getattr(method, _compat.COMPILED_OUT, method)
 
 
-def _params(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+def _params(groups: list[dict[str, Any]]) -> list[Any]:
     """Returns the parameters of ``groups``, in order."""
     return [param for group in groups for param in group["params"]]
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,14 @@ def save_program(
         write(text_file(half), dump(gm, program.mesh, origins=True).encode())
         experts |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
         functions |= {name: function_of(name).to_json() for name in functions_in(gm.graph)}
+        reads: Mapping[str, Any] = local_half.reads
         entries, data = _large_constants(gm)
         if data:
             write(constants(half), data)
         halves[half] = Half(
             tuple((node.name, _type_of(node.meta["val"])) for node in ir.placeholders(gm.graph)),
             entries,
-            tuple((name, role.kind, role.name) for name, role in local_half.reads.items()),
+            tuple((name, role.kind, role.name) for name, role in reads.items()),
             local_half.plan,
         )
     in_time = program.in_time.get("inputs", {})
