@@ -86,8 +86,6 @@ INPUT_GRADIENTS, WEIGHT_GRADIENTS = "backward of inputs", "backward of weights"
 BACKWARDS = {
     Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT_GRADIENTS, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENTS,
 }  # fmt: skip
-
-
 _LIKE_BACKWARD = (LAST_BACKWARD, GRADIENTS, INPUT_GRADIENTS, WEIGHT_GRADIENTS)
 
 
@@ -148,9 +146,7 @@ class Half:
 
     @property
     def stage(self) -> int | None:
-        """Return the pipeline stage to which the graph belongs; None without a pipeline, or if all stages run the
-        graph.
-        """
+        """Return the pipeline stage of the graph; None without a pipeline, or if all stages run it."""
         return self.phase.stage if isinstance(self.phase, AtStage) else None
 
     @property
