@@ -63,8 +63,9 @@ class Reader:
     def __init__(self, line: str, number: int) -> None:
         self.line, self.number, self.at = line, number, 0
 
-    def fail(self, expected: str) -> NoReturn:
-        """Raise a TextError that says what was ``expected`` at the current position."""
+    def fail(self, expected: str, at: int | None = None) -> NoReturn:
+        """Raise a TextError that says what was ``expected`` at position ``at``; by default at the current position."""
+        self.at = self.at if at is None else at
         rest = self.line[self.at :].strip()
         raise TextError(
             f"line {self.number}: expected {expected}, found {repr(rest) if rest else 'the end of the line'}",
@@ -96,6 +97,15 @@ class Reader:
         match = pattern.match(self.line, self.at)
         self.at = match.end() if match else self.at
         return match
+
+    def read(self, pattern: re.Pattern[str], convert: Callable[[re.Match[str]], T | None], expected: str) -> T:
+        """Read text that matches ``pattern``, and return what ``convert`` makes of the match. TextError, which says
+        what was ``expected``, if there is no match or ``convert`` returns None.
+        """
+        start = self.at
+        match = self.match(pattern)
+        result = convert(match) if match else None
+        return self.fail(expected, start) if result is None else result
 
     def end(self) -> None:
         """Check that nothing but a comment follows on the line. Raise TextError if something does."""

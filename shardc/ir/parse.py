@@ -134,7 +134,7 @@ class _Parser:
         role = None if bare else Role(kind, name if role_name is None else role_name, index)
         node = self.graph.placeholder(_identifier(name))
         node.target = node.name
-        self._define(node, self._info(reader, name, value, "forward", role=role))
+        self._define(reader, node, name, value, role=role)
 
     def _output(self, reader: Reader) -> None:
         """Parse the line of an output, and append it to the outputs."""
@@ -168,7 +168,7 @@ class _Parser:
             args, kwargs = self._arguments(reader, target)
         needs = self._needs(reader)
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_identifier(name))
-        self._define(node, self._info(reader, name, value, phase, needs=needs))
+        self._define(reader, node, name, value, phase, needs=needs)
 
     def _constant(self, reader: Reader, name: str, value: NodeValue, phase: str) -> None:
         """Parse a constant after the word ``constant``, and insert its node, which reads an attribute of the graph
@@ -179,8 +179,7 @@ class _Parser:
         # It becomes source code, in fx: nothing but a name that hides no attribute of `fx.GraphModule` may stand there.
         first, *rest = target.split(".")
         if not grammar.ATTRIBUTE.fullmatch(target) or any(map(iskeyword, (first, *rest))) or first in _attributes():
-            reader.at = start
-            reader.fail("the name of the constant")
+            reader.fail("the name of the constant", start)
         content = self._argument(reader) if reader.take(",") else None
         reader.expect(")")
         if not isinstance(value, Value):
@@ -194,18 +193,16 @@ class _Parser:
                 reader.fail(f"the values of a {value} ({error})")
         self.constants[target] = tensor
         node = self.graph.create_node("get_attr", target, name=_identifier(name))
-        self._define(node, self._info(reader, name, value, phase))
+        self._define(reader, node, name, value, phase)
 
-    def _info(self, reader: Reader, name: str, value: NodeValue, phase: str, **fields: Any) -> Info:
-        """Make the `Info` of a node, after the rest of its line was parsed: check that only a comment is left, and read
-        the provenance from it.
+    def _define(
+        self, reader: Reader, node: fx.Node, name: str, value: NodeValue, phase: str = "forward", **fields: Any
+    ) -> None:
+        """Record ``node`` under ``name``, with its `Info`. Of its line only a comment may be left, which gives the
+        provenance.
         """
         reader.end()
-        return Info(name, value, **reader.provenance(phase), **fields)
-
-    def _define(self, node: fx.Node, record: Info) -> None:
-        """Record ``node`` under its name, with its `Info`."""
-        self.values[record.name] = set_info(node, record)
+        self.values[name] = set_info(node, Info(name, value, **reader.provenance(phase), **fields))
 
     def _check_comm(self, gm: fx.GraphModule) -> None:
         """Check that the text's section ``comm``, if there is one, has the lines that the graph would have. Raise
@@ -216,16 +213,14 @@ class _Parser:
             if at >= len(rows) or reader.line.strip() != rows[at]:
                 reader.fail(repr(rows[at]) if at < len(rows) else "no more collectives")
         if self.comm and len(self.comm) < len(rows):
-            self.comm[-1].at = len(self.comm[-1].line)
-            self.comm[-1].fail(f"one more line: {rows[len(self.comm)]!r}")
+            last = self.comm[-1]
+            last.fail(f"one more line: {rows[len(self.comm)]!r}", len(last.line))
 
     # --- parts of a line
 
     def _role(self, reader: Reader) -> tuple[str, str | None, int]:
         """Parse the role of a placeholder or an output; return (kind, name or None, index)."""
-        match = reader.match(ROLE)
-        if not match:
-            reader.fail("a kind such as 'param', 'input' or 'output'")
+        match = reader.match(ROLE) or reader.fail("a kind such as 'param', 'input' or 'output'")
         kind, index, name = match.groups()
         if name is not None and name.startswith('"'):
             name = json.loads(name)
@@ -235,19 +230,16 @@ class _Parser:
         """Parse a name after ``%`` that is not yet defined; return it."""
         start = reader.at
         name = reader.word()
-        if name is None or name in self.values:
-            reader.at = start if name is not None else reader.at
-            reader.fail("a name" if name is None else f"a new name (%{name} is defined above)")
-        return name
+        if name is None:
+            reader.fail("a name")
+        return reader.fail(f"a new name (%{name} is defined above)", start) if name in self.values else name
 
     def _defined(self, reader: Reader) -> fx.Node:
         """Parse a name after ``%``; return its node."""
         start = reader.at
         name = reader.word()
-        if name not in self.values:
-            reader.at = start
-            reader.fail("the name of a value that is defined above")
-        return self.values[name]
+        expected = "the name of a value that is defined above"
+        return self.values[name] if name in self.values else reader.fail(expected, start)
 
     def _use(self, reader: Reader) -> fx.Node:
         """Parse an operand, ``%name`` or ``%name as LAYOUT``, and return its node. The required layout (None if not
@@ -283,8 +275,7 @@ class _Parser:
                 self.layouts[match[group]] = Layout.parse(match[group], self.mesh)
             return self.layouts[match[group]]
         except (LayoutError, MeshError, ValueError) as error:
-            reader.at = match.start()
-            reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
+            reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})", match.start())
 
     def _type(self, reader: Reader) -> Any:
         """Parse the type of a result; return a `Value`, a tuple of these, or None."""
@@ -296,21 +287,15 @@ class _Parser:
         match = reader.match(TENSOR)
         dtype = grammar.dtype_of(match[1]) if match else None
         if match is None or dtype is None:
-            reader.at = start
-            reader.fail("a type such as f32[16@dp,8]")
+            reader.fail("a type such as f32[16@dp,8]", start)
         layout = self._layout(reader, match, 3)
         placed = self.placed and match[4] is None
         return Value(dtype, layout.shape, layout if placed else None, host=match[2] is not None)
 
     def _op(self, reader: Reader) -> grammar.Target:
         """Parse the name of an op; return the op."""
-        start = reader.at
-        match = reader.match(WORD)
-        target = grammar.op_of(match[0]) if match else None
-        if target is None:
-            reader.at = start
-            reader.fail("an op such as mm, sum.dim_IntList or all_gather")
-        return target
+        expected = "an op such as mm, sum.dim_IntList or all_gather"
+        return reader.read(WORD, lambda match: grammar.op_of(match[0]), expected)
 
     def _arguments(
         self, reader: Reader, target: grammar.Target
@@ -338,12 +323,8 @@ class _Parser:
         """Parse the axes of a marker op; return their names, joined by commas."""
 
         def read_axis() -> str:
-            start = reader.at
-            match = reader.match(AXIS)
-            if match is None or match[0] not in self.mesh:
-                reader.at = start
-                reader.fail(f"an axis of the mesh {self.mesh}")
-            return match[0]
+            expected = f"an axis of the mesh {self.mesh}"
+            return reader.read(AXIS, lambda match: match[0] if match[0] in self.mesh else None, expected)
 
         return ",".join(reader.listed(")", read_axis)) if reader.take("(") else read_axis()
 
@@ -364,8 +345,7 @@ class _Parser:
         try:
             return grammar.constant_of(word[0] if word else "")
         except ValueError:
-            reader.at = start
-            reader.fail("a value, a number, a string, a list, a dtype, a device or None")
+            reader.fail("a value, a number, a string, a list, a dtype, a device or None", start)
 
 
 def _identifier(name: str) -> str:
