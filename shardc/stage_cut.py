@@ -142,7 +142,7 @@ class PipelineCut(MicrobatchCut):
             ended = passes.HoistGradEpilogue()(with_closing_last(last, closing, self.parts.reduce, left))
             out |= {step.LAST_BACKWARD: ended, step.GRADIENTS: rest}
             if checks:
-                verify.verify_closing(last, closing, ended, self.parts.reduce, left, mesh)
+                verify.verify_closing(last, closing, ended, self.parts.reduce, mesh, left, "stages")
         return out
 
     def _gathers(self, at: int, first: bool) -> fx.GraphModule | None:

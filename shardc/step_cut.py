@@ -207,7 +207,8 @@ class MicrobatchCut(StepCut):
             last = passes.HoistGradEpilogue()(last)
         start = with_gathers_first(first, self.parts.gathers)
         if self.joint.options.verify:
-            verify.verify_ends(self.parts, first, second, start, last, self.bound.mesh)
+            verify.verify_closing(second, self.parts.closing, last, self.parts.reduce, self.bound.mesh)
+            verify.verify_first(first, self.parts.gathers, start, self.bound.mesh)
         return {step.FIRST_FORWARD: start, step.FORWARD: first, step.BACKWARD: second, step.LAST_BACKWARD: last}
 
     @property

@@ -8,6 +8,7 @@ results'.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 
 from torch import fx
 
@@ -19,12 +20,15 @@ from shardc.ir.phases import Phases, Staged
 from shardc.verify import cuts, halves, layouts, local_graph, structure
 from shardc.verify.subject import Agrees, Check, Subject, no_rules
 
-Names = list[list[str]]  # of the values that cross each boundary
+Crossing = Sequence[Sequence[fx.Node]]  # for each boundary between stages, the values that cross it
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
+CAPTURED = (*GRAPH, structure.legal(ops.tag), layouts.shapes)
+SEEDED = (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins)
 PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
+RESHARDED = (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad))
 STEPS = (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad))
 LOCAL = (
     *GRAPH, structure.legal(collectives=True),
@@ -33,27 +37,12 @@ LOCAL = (
 HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # forward and backward graphs, from partition on
 
 SPECS: dict[str, tuple[Check, ...]] = {
-    "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "experts": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "attention": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "windows": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "canonicalize": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "float8": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "seed": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
-    "pad": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
-    "propagate": DECIDED,
-    "objective": DECIDED,
-    "precision": DECIDED,
-    "reshard": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
-    "simplify": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
-    "collectives": STEPS,
-    "keep_part": STEPS,
-    "localize": LOCAL,
-    "offload": LOCAL,
-    "hoist_grad_epilogue": LOCAL,
-    "chunk_loss": LOCAL,
-    "decompose": LOCAL,
-    "partition": LOCAL,
+    **dict.fromkeys(("capture", "experts", "attention", "windows", "canonicalize", "float8"), CAPTURED),
+    **dict.fromkeys(("seed", "pad"), SEEDED),
+    **dict.fromkeys(("propagate", "objective", "precision"), DECIDED),
+    **dict.fromkeys(("reshard", "simplify"), RESHARDED),
+    **dict.fromkeys(("collectives", "keep_part"), STEPS),
+    **dict.fromkeys(("localize", "offload", "hoist_grad_epilogue", "chunk_loss", "decompose", "partition"), LOCAL),
 }
 # What each check requires of a graph, for errors; without an entry, that its ops are legal.
 INVARIANTS: dict[Check, str] = {
@@ -119,11 +108,9 @@ def verify_halves(
     """
     check(forward, mesh, "partition", HALF)
     if backward is not None:
-        check(backward, mesh, "partition", HALF)
-        for node, reason in halves.rerun(forward, backward):
-            raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
-        if joint is not None and (lost := halves.cut(joint, forward.graph, backward.graph)) is not None:
-            raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), lost)
+        check(backward, mesh, "partition", (*HALF, partial(halves.rerun, forward)))
+        if joint is not None:
+            _require_no_fault(backward, mesh, "partition", halves.cut(joint, forward.graph, backward.graph))
 
 
 def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
@@ -140,44 +127,34 @@ def verify_phases(cut: Phases, mesh: Mesh, split: Iterable[str | int]) -> None:
     once = [(f"opened {at}", x.once.graph) for at, x in enumerate(cut.openings, 1)]
     once += [] if cut.gathers is None else [("gathers", cut.gathers.graph)]
     once.append(("closing", cut.closing.graph))
-    if (fault := cuts.in_microbatches(cut.joint.graph, bodies, once, mesh, split)) is not None:
-        graph, reason = fault
-        subject = Subject(cut.joint, mesh, no_rules)
-        raise broken(subject, "microbatch", output_node(cut.joint.graph), f"{graph}: {reason}")
-
-
-def verify_ends(
-    cut: Phases,
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    first: fx.GraphModule | None,
-    last: fx.GraphModule,
-    mesh: Mesh,
-) -> None:
-    """Check the forward of the first microbatch (``first``) and the backward of the last (``last``) against those of
-    any microbatch. Raises VerifyError, as `verify` does.
-
-    Args:
-        cut: the graphs that the step is cut into.
-        forward, backward: forward and backward of any microbatch.
-        first: the first forward, which also gathers parameters; None if it does not.
-        last: the last backward, which also closes the step.
-        mesh: the mesh.
-    """
-    lost = cuts.closes(backward.graph, cut.closing.graph, last.graph, cut.reduce)
-    if lost is not None:
-        raise broken(Subject(last, mesh, no_rules), "microbatch", output_node(last.graph), lost)
-    verify_first(forward, cut.gathers, first, mesh)
+    fault = cuts.in_microbatches(cut.joint.graph, bodies, once, mesh, split)
+    _require_no_fault(cut.joint, mesh, "microbatch", fault)
 
 
 def verify_first(
     forward: fx.GraphModule, gathers: fx.GraphModule | None, first: fx.GraphModule | None, mesh: Mesh
 ) -> None:
-    """Check the forward of the first microbatch, which also gathers parameters; raises VerifyError."""
+    """Check the forward of the first microbatch, ``first``, which also gathers parameters; None if it does not. Raises
+    VerifyError. Other arguments are as for `cuts.opens`.
+    """
     if first is not None and gathers is not None:
-        lost = cuts.opens(forward.graph, gathers.graph, first.graph)
-        if lost is not None:
-            raise broken(Subject(first, mesh, no_rules), "microbatch", output_node(first.graph), lost)
+        _require_no_fault(first, mesh, "microbatch", cuts.opens(forward.graph, gathers.graph, first.graph))
+
+
+def verify_closing(
+    backward: fx.GraphModule,
+    closing: fx.GraphModule,
+    last: fx.GraphModule,
+    reduce: Mapping[str, str],
+    mesh: Mesh,
+    left: Container[str] = (),
+    stage: str = "microbatch",
+) -> None:
+    """Check the backward of the last microbatch, ``last``: it must compute what ``backward`` and the ``closing`` graph
+    (gradient reductions) compute. Raises VerifyError, which names the pass ``stage``. Other arguments are as for
+    `cuts.closes`.
+    """
+    _require_no_fault(last, mesh, stage, cuts.closes(backward.graph, closing.graph, last.graph, reduce, left))
 
 
 def verify_stages(staged: Staged, mesh: Mesh) -> None:
@@ -185,34 +162,18 @@ def verify_stages(staged: Staged, mesh: Mesh) -> None:
     raises VerifyError.
     """
 
-    def names(crossing: Iterable[Iterable[fx.Node]]) -> Names:
-        return [[info(x).name for x in nodes] for nodes in crossing]
+    def check(whole: fx.GraphModule, stages: Sequence[fx.GraphModule], *up_and_down: Crossing) -> None:
+        graphs = [gm.graph for gm in stages]
+        _require_no_fault(whole, mesh, "stages", cuts.in_stages(whole.graph, graphs))
+        if up_and_down:
+            up, down = ([[info(x).name for x in values] for values in crossing] for crossing in up_and_down)
+            _require_no_fault(whole, mesh, "stages", cuts.in_time(graphs, up, down))
 
-    def check(whole: fx.GraphModule, bodies: Sequence[fx.GraphModule], up: Names, down: Names) -> None:
-        graphs = [gm.graph for gm in bodies]
-        fault = cuts.in_stages(whole.graph, _of_stages(graphs)) or cuts.in_time(graphs, up, down)
-        _raise_cut(whole, mesh, fault)
-
-    check(staged.parts.body, staged.bodies, names(staged.up), names(staged.down))
+    check(staged.parts.body, staged.bodies, staged.up, staged.down)
     for loop, cut in zip(staged.parts.openings, staged.openings, strict=True):
         if loop.body is not None and cut is not None:
-            check(loop.body, cut.bodies, names(cut.up), [[] for _ in cut.up])
-    closings = _of_stages([gm.graph for gm in staged.closings])
-    _raise_cut(staged.parts.closing, mesh, cuts.in_stages(staged.parts.closing.graph, closings))
-
-
-def _of_stages(graphs: Sequence[fx.Graph]) -> list[tuple[str, fx.Graph]]:
-    """Return (name, graph) for each graph of ``graphs``, with ``stage 0``, ``stage 1``, ... as names."""
-    return [(f"stage {at}", graph) for at, graph in enumerate(graphs)]
-
-
-def _raise_cut(whole: fx.GraphModule, mesh: Mesh, fault: tuple[str, str] | None) -> None:
-    """Raise VerifyError for ``fault``, a pair (name of a stage's graph, reason), unless it is None. ``whole`` is the
-    graph that is cut into stages.
-    """
-    if fault is not None:
-        graph, reason = fault
-        raise broken(Subject(whole, mesh, no_rules), "stages", output_node(whole.graph), f"{graph}: {reason}")
+            check(loop.body, cut.bodies, cut.up, [()] * len(cut.up))
+    check(staged.parts.closing, staged.closings)
 
 
 def verify_two_backwards(
@@ -222,24 +183,13 @@ def verify_two_backwards(
     weights. Raises VerifyError.
     """
     graphs = [None if gm is None else gm.graph for gm in (inputs, weights)]
-    if (lost := cuts.in_two(backward.graph, *graphs)) is not None:
-        raise broken(Subject(backward, mesh, no_rules), "split_backward", output_node(backward.graph), lost)
+    _require_no_fault(backward, mesh, "split_backward", cuts.in_two(backward.graph, *graphs))
 
 
-def verify_closing(
-    backward: fx.GraphModule,
-    closing: fx.GraphModule,
-    last: fx.GraphModule,
-    reduce: Mapping[str, str],
-    left: Container[str],
-    mesh: Mesh,
-) -> None:
-    """Check a stage's last backward, ``last``: it must compute what ``backward`` and the ``closing`` graph (gradient
-    reductions) compute. Raises VerifyError. Other arguments are as for `cuts.closes`.
-    """
-    lost = cuts.closes(backward.graph, closing.graph, last.graph, reduce, left)
-    if lost is not None:
-        raise broken(Subject(last, mesh, no_rules), "stages", output_node(last.graph), lost)
+def _require_no_fault(gm: fx.GraphModule, mesh: Mesh, stage: str, fault: str | None) -> None:
+    """Raise VerifyError after ``stage``, at the outputs of ``gm``, if there is a ``fault`` (its text)."""
+    if fault is not None:
+        raise broken(Subject(gm, mesh, no_rules), stage, output_node(gm.graph), fault)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

@@ -22,7 +22,8 @@ from shardc.verify.identity import digest, fingerprints, of_outputs, same
 from shardc.verify.local_graph import Fingerprint
 
 _CAT = torch.ops.aten.cat.default
-Graphs = Iterable[tuple[str, fx.Graph]]
+Graphs = Sequence[tuple[str, fx.Graph]]
+ByRole = dict[tuple[str, str], Fingerprint]  # fingerprints of arguments or outputs, by kind and name
 
 
 def _values(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[str, Fingerprint]:
@@ -30,16 +31,16 @@ def _values(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[str,
     return {info(node).name: prints[node] for node in graph.nodes if node.op != "output"}
 
 
-def _results(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> dict[tuple[str, str], Fingerprint]:
+def _results(graph: fx.Graph, prints: Mapping[fx.Node, Fingerprint]) -> ByRole:
     """Return the fingerprints of the outputs of ``graph``: (kind, name) -> fingerprint."""
     return {(role.kind, role.name): prints[x] for role, x in ir.outputs(graph) if isinstance(x, fx.Node)}
 
 
 def in_microbatches(
     joint: fx.Graph, bodies: Graphs, once: Graphs, mesh: Mesh, split: Iterable[str | int]
-) -> tuple[str, str] | None:
-    """Return (graph, reason) for the first fault of the graphs into which a joint graph is cut for microbatches; None
-    if they compute its results.
+) -> str | None:
+    """Return the first fault, as text, of the graphs into which a joint graph is cut for microbatches; None if they
+    compute its results.
 
     Args:
         joint: the joint graph, with reductions over the axis of microbatches.
@@ -48,33 +49,48 @@ def in_microbatches(
         split: names of inputs, and indices of outputs, that each microbatch has its own part of.
     """
     prints = fingerprints(joint)
-    by_name = _values(joint, prints)
-    results = _results(joint, prints)
+    by_name, results = _values(joint, prints), _results(joint, prints)
     terms: dict[str, Fingerprint] = {}
     for node in joint.nodes:
         if node.op == "call_function" and collective_kind(node) is not None:
             if mesh.time in (named_axes(str(arguments_of(node)["group_name"])) or ()):
                 terms[info(node).name] = prints[node.all_input_nodes[0]]
-    arguments = {(SUM, name): by_name[name] for name in terms}
-    arguments |= {(kind, name): value for kind in (KNOWN, KEPT) for name, value in by_name.items()}
-    missing = set(results)
-    for name, graph in (*bodies, *once):
-        now = fingerprints(graph, arguments=arguments)
-        for role, x in ir.outputs(graph):
-            if not isinstance(x, fx.Node):
-                continue
-            if role.name in terms and role.kind in (TERM, "grad"):
-                expected: Fingerprint | None = terms[role.name]
-            else:
-                expected = by_name.get(role.name) if role.kind in (KNOWN, KEPT) else results.get((role.kind, role.name))
-                missing.discard((role.kind, role.name))
-            if now[x] != expected:
-                return name, f"{role.kind} {role.name} is not the value that it was in one graph"
-    for name, graph in once:
+    handed_on = {(kind, name): value for kind in (KNOWN, KEPT) for name, value in by_name.items()}
+    expected = results | handed_on | {(kind, name): x for kind in (TERM, "grad") for name, x in terms.items()}
+    arguments = handed_on | {(SUM, name): by_name[name] for name in terms}
+    fault = _fault_of_parts((*bodies, *once), results, expected, arguments)
+    for name, graph in once if fault is None else ():
         for node in placeholders(graph):
             if _is_own(ir.role(node), mesh, set(split)):
-                return name, f"it runs once, and takes {grammar.name_text(info(node).name)} of a microbatch"
-    return None if not missing else ("the step", f"no graph gives {' '.join(sorted(missing)[0])}")
+                return f"{name}: it runs once, and takes {grammar.name_text(info(node).name)} of a microbatch"
+    return fault
+
+
+def _fault_of_parts(
+    parts: Graphs, results: ByRole, expected: ByRole, arguments: ByRole, each_once: bool = False
+) -> str | None:
+    """Return the first fault, as text, of the graphs into which a graph is cut; None if they compute its results.
+
+    Args:
+        parts: name and graph of each part.
+        results: fingerprints of the results of the graph that is cut.
+        expected: fingerprints that outputs of the parts must have.
+        arguments: fingerprints of the parts' arguments.
+        each_once: whether two parts may not give one result.
+    """
+    missing = set(results)
+    for name, graph in parts:
+        prints = fingerprints(graph, arguments=arguments)
+        for role, x in ir.outputs(graph):
+            key = role.kind, role.name
+            if not isinstance(x, fx.Node):
+                continue
+            if each_once and key in results and key not in missing:
+                return f"{name}: {' '.join(key)} is given by another stage, too"
+            missing.discard(key)
+            if prints[x] != expected.get(key):
+                return f"{name}: {' '.join(key)} is not the value that it was in one graph"
+    return f"the step: no graph gives {' '.join(min(missing))}" if missing else None
 
 
 def _is_own(role: Role, mesh: Mesh, split: set[str | int]) -> bool:
@@ -102,15 +118,15 @@ def closes(
         left: terms that are results, too.
     """
     prints = fingerprints(backward)
-    sums = {}
-    for node in placeholders(closing, SUM):
-        role = ir.role(node)
-        of_others = digest("placeholder", role.kind, role.name, role.index)
-        mine: list[object] = [prints[x] for of, x in ir.outputs(backward) if of.kind == TERM and of.name == role.name]
-        is_gather = reduce[role.name] == GATHER
-        terms: list[object] = [of_others, *mine]
-        added: tuple[object, ...] = (_CAT, [terms], []) if is_gather else (JOIN[reduce[role.name]], terms, [])
-        sums[SUM, role.name] = digest(*added) if mine else of_others
+    results = _results(backward, prints)
+    sums: ByRole = {}
+    for role in map(ir.role, placeholders(closing, SUM)):
+        total = digest("placeholder", role.kind, role.name, role.index)  # of the other microbatches
+        if (term := results.get((TERM, role.name))) is not None:
+            terms = [total, term]
+            is_gather = reduce[role.name] == GATHER
+            total = digest(_CAT, [terms], []) if is_gather else digest(JOIN[reduce[role.name]], terms, [])
+        sums[SUM, role.name] = total
     own_results = {
         key: value for key, value in of_outputs(backward, prints).items() if key[0] != TERM or key[1] in left
     }
@@ -130,41 +146,26 @@ def opens(forward: fx.Graph, gathers: fx.Graph, first: fx.Graph) -> str | None:
     return same(expected, of_outputs(first, fingerprints(first)))
 
 
-def in_stages(whole: fx.Graph, parts: Graphs) -> tuple[str, str] | None:
-    """Return (graph, reason) for the first fault of the stage graphs into which ``whole`` is cut; None if they compute
-    its results.
+def in_stages(whole: fx.Graph, stages: Sequence[fx.Graph]) -> str | None:
+    """Return the first fault, as text, of the stage graphs into which ``whole`` is cut; None if they compute its
+    results.
 
-    Each result of a part is a result of the whole graph, or a value that it has under this name. Values that a part
-    takes from others are those of their names. Together the parts give all results, each once.
+    Each result of a stage is a result of the whole graph, or a value that it has under this name. Values that a stage
+    takes from others are those of their names. Together the stages give all results, each once.
 
     Args:
         whole: joint graph of a microbatch, or the graph that closes a step.
-        parts: name and graph of each stage.
     """
     prints = fingerprints(whole)
-    values = _values(whole, prints)
     results = _results(whole, prints)
-    missing = set(results)
-    arguments: dict[tuple[str, str], Fingerprint] = {(TRANSFER, name): value for name, value in values.items()}
-    for name, graph in parts:
-        now = fingerprints(graph, arguments=arguments)
-        for role, x in ir.outputs(graph):
-            key = role.kind, role.name
-            if not isinstance(x, fx.Node):
-                continue
-            if key in results and key not in missing:
-                return name, f"{role.kind} {role.name} is given by another stage, too"
-            missing.discard(key)
-            if now[x] != results.get(key, values.get(role.name)):
-                return name, f"{role.kind} {role.name} is not the value that it was in one graph"
-    return None if not missing else ("the step", f"no stage gives {' '.join(min(missing))}")
+    crossing = {(kind, name): value for kind in (TRANSFER, "grad") for name, value in _values(whole, prints).items()}
+    parts = [(f"stage {at}", graph) for at, graph in enumerate(stages)]
+    return _fault_of_parts(parts, results, crossing | results, crossing, each_once=True)
 
 
-def in_time(
-    graphs: Sequence[fx.Graph], up: Sequence[Collection[str]], down: Sequence[Collection[str]]
-) -> tuple[str, str] | None:
-    """Return (stage, reason) for the first value that a stage needs and that does not reach it in time; None if all do.
-    Values cross to later stages as ``up`` says, and to earlier ones as ``down`` says.
+def in_time(graphs: Sequence[fx.Graph], up: Sequence[Collection[str]], down: Sequence[Collection[str]]) -> str | None:
+    """Return a text about the first value that a stage needs and that does not reach it in time; None if all do. Values
+    cross to later stages as ``up`` says, and to earlier ones as ``down`` says.
 
     A value of an earlier stage comes with the forward, over all boundaries between the two; one of a later stage comes
     with the backward, and no result of the forward depends on it.
@@ -182,14 +183,14 @@ def in_time(
             if below < at and all(name in crossing for crossing in up[below:at]):
                 continue
             if above <= at or not all(name in crossing for crossing in down[at:above]):
-                return f"stage {at}", f"takes %{name}, which no stage sends it"
+                return f"stage {at}: takes %{name}, which no stage sends it"
             late.add(node)
         for node in graph.nodes:
             if node.op != "output" and not late.isdisjoint(node.all_input_nodes):
                 late.add(node)
         wrong = next((role for role, x in ir.outputs(graph) if role.kind != "grad" and x in late), None)
         if wrong is not None:
-            return f"stage {at}", f"gives {wrong.kind} {wrong.name} with the forward, from what comes with the backward"
+            return f"stage {at}: gives {wrong.kind} {wrong.name} with the forward, from what comes with the backward"
     return None
 
 
@@ -198,13 +199,12 @@ def in_two(whole: fx.Graph, first: fx.Graph | None, second: fx.Graph | None) -> 
     computes. Return a text about the first value that differs; None if all agree.
     """
     saved: dict[str, Fingerprint] = {}
-    now: dict[tuple[str, str], Fingerprint] = {}
+    now: ByRole = {}
     for graph in filter(None, (first, second)):
         prints = fingerprints(graph, saved)
         of_results = _results(graph, prints)
         saved |= {name: value for (kind, name), value in of_results.items() if kind == "saved"}
         now |= {key: value for key, value in of_results.items() if key[0] != "saved"}
-    prints = fingerprints(whole)
-    expected = _results(whole, prints)
+    expected = _results(whole, fingerprints(whole))
     wrong = next((key for key in (*expected, *now) if expected.get(key) != now.get(key)), None)
     return None if wrong is None else f"{' '.join(wrong)} is not the value that it was in one graph"

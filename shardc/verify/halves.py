@@ -172,12 +172,12 @@ def once(subject: Subject) -> Broken:
                 yield node, f"it brings what {_name(first)} has brought, of {_name(value)}"
 
 
-def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
+def rerun(forward: fx.GraphModule, backward: Subject) -> Broken:
     """Check that backward does not repeat a collective whose result forward saves for it."""
     saved_names = {
         info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
     }
-    for node in backward.graph.nodes:
+    for node in backward.calls:
         if collective_kind(node) is not None:
             for wait in waits_of(node):
                 if info(wait).name in saved_names:

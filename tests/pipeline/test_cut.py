@@ -146,12 +146,12 @@ def crossing_left_out(staged: Staged) -> Staged:
 
 
 FAULTS = {
-    result_dropped: "no stage gives",
+    result_dropped: "no graph gives",
     gradients_swapped: "stage 0: grad .* is not the value",
     transfer_of_another_op: "stage 0: transfer .* is not the value",
     transfer_not_sent: "stage 1: takes %.*, which no stage sends it",
     result_of_two_stages: "is given by another stage, too",
-    gradient_not_closed: "no stage gives",
+    gradient_not_closed: "no graph gives",
     op_changed: "stage 1: .* is not the value",
     crossing_left_out: "stage 1: takes %.*, which no stage sends it",
 }
