@@ -6,7 +6,7 @@ value has a layout. After it shapes are local, and values have no layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -241,6 +241,20 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, fx.node.Argument]]:
     """
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
+
+
+def ancestors(values: Iterable[object], ends: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """Return the nodes among ``values`` and the nodes that they are computed from, directly or not. The walk does not
+    go on behind nodes for which ``ends`` returns true.
+    """
+    out: set[fx.Node] = set()
+    work = [x for x in values if isinstance(x, fx.Node)]
+    while work:
+        node = work.pop()
+        if node not in out:
+            out.add(node)
+            work += () if ends(node) else node.all_input_nodes
+    return out
 
 
 def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:

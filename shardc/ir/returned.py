@@ -120,16 +120,7 @@ def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[f
     """Return index of an output -> the nodes through which its gradient flows: the output and its ancestors, except
     those behind a detach.
     """
-    out: dict[int, set[fx.Node]] = {}
-    for index, x in outputs:
-        work, seen = [x] if isinstance(x, fx.Node) else [], set()
-        while work:
-            node = work.pop()
-            if node not in seen:
-                seen.add(node)
-                work += [] if node.target is torch.ops.aten.detach.default else node.all_input_nodes
-        out[index] = seen
-    return out
+    return {index: ir.ancestors([x], lambda node: node.target is torch.ops.aten.detach.default) for index, x in outputs}
 
 
 def _memory(x: fx.node.Argument) -> int | None:
@@ -212,14 +203,9 @@ def _saved_memory(node: fx.Node) -> set[int]:
     """Return the ids of the memories that autograd saves so that backward can read ``node``: its own memory or, in a
     checkpoint region, those of the region's inputs.
     """
-    work, seen, memories = [node], set(), set()
-    while work:
-        x = work.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.op == "call_function" and ir.info(x).origin.region and ir.info(x).origin.policy != "must_save":
-            work += x.all_input_nodes
-        elif (memory := _memory(x)) is not None:
-            memories.add(memory)
-    return memories
+
+    def is_saved(x: fx.Node) -> bool:
+        origin = ir.info(x).origin
+        return x.op != "call_function" or not origin.region or origin.policy == "must_save"
+
+    return {memory for x in ir.ancestors([node], is_saved) if is_saved(x) and (memory := _memory(x)) is not None}

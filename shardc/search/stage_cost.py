@@ -141,15 +141,8 @@ def _chain(half: Half, names: Sequence[str]) -> frozenset[fx.Node]:
     """Return the ops of the backward ``half`` that compute the gradients of the model's first part, ``names[0]``. They
     run through all blocks, the last block first.
     """
-    results = [(role, x) for role, x in ir.outputs(half.graph) if isinstance(x, fx.Node)]
-    work = [x for role, x in results if role.name and _part_name(names, role.name) == names[0]]
-    chain: set[fx.Node] = set()
-    while work:
-        node = work.pop()
-        if node not in chain:
-            chain.add(node)
-            work.extend(node.all_input_nodes)
-    return frozenset(chain)
+    results = ((role.name, x) for role, x in ir.outputs(half.graph))
+    return frozenset(ir.ancestors(x for name, x in results if name and _part_name(names, name) == names[0]))
 
 
 def _crossing(forward: Half, names: Sequence[str]) -> dict[str, int]:

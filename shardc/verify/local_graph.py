@@ -17,7 +17,7 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.comm import WAIT, move_kind
 from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
-from shardc.ir.graph import Value, info, outputs
+from shardc.ir.graph import Value, ancestors, info, outputs
 from shardc.verify.subject import Broken, Subject
 
 aten = torch.ops.aten
@@ -54,9 +54,8 @@ class Collective:
         collectives of its group and reduce op.
         """
         sent, reduced = False, not self.reduces
-        seen, todo = {result}, [result]
-        while todo:
-            node = todo.pop()
+        nodes = ancestors([result], lambda node: prints[node] == self.operand)
+        for node in (node for node in nodes if prints[node] != self.operand):
             if node.op != "call_function":
                 return False
             if collective_kind(node) is not None:
@@ -65,9 +64,6 @@ class Collective:
                     return False
                 sent, reduced = True, reduced or "reduce_op" in arguments
             reduced |= node.target in _COMBINING.get(self.reduces, ())
-            fresh = {x for x in node.all_input_nodes if prints[x] != self.operand} - seen
-            seen |= fresh
-            todo += fresh
         return sent and reduced
 
 

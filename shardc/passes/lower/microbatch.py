@@ -337,13 +337,7 @@ class _Cut:
     def carried(self) -> list[fx.Node]:
         """Returns the values that the first loop keeps of each microbatch; later loops then need not run layers."""
         later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
-        needed: set[fx.Node] = set()
-        work = list(later)
-        while work:
-            node = work.pop()
-            if node not in needed and self.varies[node]:
-                needed.add(node)
-                work.extend(node.all_input_nodes)
+        needed = {node for node in ir.ancestors(later, lambda node: not self.varies[node]) if self.varies[node]}
         leads: dict[fx.Node, bool] = {}  # whether it is a layer, or leads to one
         for node in reversed(self.graph.nodes):
             is_layer = node.op == "call_function" and ir.info(node).name in self._layers
@@ -567,13 +561,7 @@ def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], lat
         results: (role, node or constant) of each output.
         cuts: value -> its role as an argument.
     """
-    needed: set[fx.Node] = set()
-    work = [x for _, x in results if isinstance(x, fx.Node)]
-    while work:
-        node = work.pop()
-        if node not in needed:
-            needed.add(node)
-            work.extend(() if node in cuts else node.all_input_nodes)
+    needed = ir.ancestors((x for _, x in results), cuts.__contains__)
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     in_backward = {node: needs or node in late for node, needs in needs_tangent(graph).items()}
     inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -40,8 +39,8 @@ class SplitBackward:
         rest = [(role, x) for role, x in results if role.kind != TRANSFER]
         if not sent or not rest:
             return (gm, None) if sent else (None, gm)
-        for_inputs = _ancestors(x for _, x in sent)
-        for_weights = _ancestors(x for _, x in rest) - for_inputs
+        for_inputs = ir.ancestors(x for _, x in sent)
+        for_weights = ir.ancestors(x for _, x in rest) - for_inputs
         computed = {x for x in for_inputs if x.op == "call_function"}
         read = {x for node in for_weights for x in node.all_input_nodes} | {
             x for _, x in rest if isinstance(x, fx.Node)
@@ -57,15 +56,3 @@ class SplitBackward:
             saved.append((Role("saved", argument.name, at), x))
         inputs = cut_out(gm.graph, [*sent, *saved], {})
         return LazyGraphModule(gm, inputs), LazyGraphModule(gm, weights)
-
-
-def _ancestors(results: Iterable[object]) -> set[fx.Node]:
-    """Returns the nodes that ``results`` are computed from, directly or not, and ``results`` themselves."""
-    needed: set[fx.Node] = set()
-    work = [x for x in results if isinstance(x, fx.Node)]
-    while work:
-        node = work.pop()
-        if node not in needed:
-            needed.add(node)
-            work.extend(node.all_input_nodes)
-    return needed
