@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc._compat import StridedShard
 from shardc.errors import LayoutError
 from shardc.ir.layout import Digit, Layout, cut_digits
-from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.mesh import Mesh
 
 
 def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
@@ -64,35 +64,20 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
     mesh = layout.mesh
     if view == mesh:
         return layout
-    spans: dict[str, list[tuple[int, int, str]]] = {}
-    for seen in view:
-        name, start, size = _part_of(seen, mesh)
-        spans.setdefault(name, []).append((start, start * size, seen))
+    # An axis of the view that is none of the mesh is a part: ``dp_2x2`` is ``dp:2x2``.
+    seen_part = {seen if seen in mesh.axes else ":".join(seen.rsplit("_", 1)): seen for seen in view}
+    edges = dict.fromkeys(mesh, set[int]()) | mesh.edges(seen_part)
 
     def parts(axis: str) -> list[str]:
-        name, start, _ = split_part(axis)
-        end = start * mesh.size(axis)
-        covering = [span for span in spans.get(name, ()) if start <= span[0] and span[1] <= end and span[0] < end]
-        if not covering or covering[0][0] != start or covering[-1][1] != end:
+        covering = mesh.parts(axis, edges)
+        if prod(map(mesh.size, covering)) != mesh.size(axis) or not seen_part.keys() >= {*covering}:
             raise LayoutError(
                 f"layout {layout} uses {axis!r}, which the view {view} of the mesh {mesh} does not cut off"
             )
-        return [seen for *_, seen in covering]
+        return [seen_part[part] for part in covering]
 
     dims = [cut_digits(view, digits, parts) for digits in layout.dims]
     return Layout(view, dims, [(seen, op) for axis, op in layout.partial for seen in parts(axis)])
-
-
-def _part_of(seen: str, mesh: Mesh) -> tuple[str, int, int]:
-    """Return (axis name, prefix, size) of the part of ``mesh`` that ``seen``, an axis of a view of ``mesh``, stands
-    for.
-    """
-    if seen in mesh.axes:
-        return seen, 1, mesh.size(seen)
-    name, _, part = seen.rpartition("_")
-    _, start, size = split_part(f"{name}:{part}")
-    assert size is not None
-    return name, start, size
 
 
 def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, ...]:
