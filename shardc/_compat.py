@@ -33,6 +33,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.module import _WrappedHook
 from torch.utils import _pytree
+from torch.utils._functools import cache_method as cache_method
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardc.errors import MeshError

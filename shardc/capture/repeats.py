@@ -339,7 +339,7 @@ def find_repeats(
         repeats = Repeats(tuple(runs), keep)
         with shortened(model, repeats):
             short = record(dtypes.shortened(repeats))
-        if _calls_outside(whole, repeats, repeats.short) == _calls_outside(short, repeats.shortened()):
+        if _calls_outside(whole, repeats, repeats.short) == _calls_outside(short, repeats.shortened):
             return repeats
         if not settled:  # a first call may leave state behind that later calls read
             whole, settled = record(dtypes), True

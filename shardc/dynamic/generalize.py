@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from shardc._compat import PyTree, pytree
 from shardc.errors import LayoutError
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, Value
+from shardc.ir.graph import Info
 from shardc.ir.layout import Layout
 from shardc.ir.sized import Numbers, Polynomial, Quotient, Shape, SizedGraph, monomial
 
@@ -213,8 +213,7 @@ def _node(
     if first.op == "output":
         return None
     val = _val([node.meta.get("val") for node in nodes], fit)
-    shapes = _shapes([ir.info(node) for node in nodes], fit)
-    return Numbers(args, kwargs, val, shapes) if _depends((args, kwargs, val, shapes)) else None
+    return Numbers(args, kwargs, val) if _depends((args, kwargs, val)) else None
 
 
 def _fitted(values: Sequence[PyTree], places: Sequence[dict[fx.Node, int]], fit: Fit) -> PyTree:
@@ -279,18 +278,6 @@ def _val(values: Sequence[Any], fit: Fit) -> object:
     if isinstance(first, tuple | list):
         return tuple(_val(items, fit) for items in zip(*values, strict=True))
     return None
-
-
-def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[int | Polynomial, ...] | None, ...]:
-    """Returns the shapes of the results of one node for any sizes, merged from its record in each graph. The entry of
-    a result that is not a tensor is None.
-    """
-    return tuple(
-        tuple(fit(sizes) for sizes in zip(*(x.shape for x in each), strict=True))
-        if isinstance(each[0], Value)
-        else None
-        for each in zip(*(record.values for record in records), strict=True)
-    )
 
 
 def fitted_layouts(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[object, ...]:

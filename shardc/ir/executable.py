@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc._compat import pytree
+from shardc._compat import cache_method, pytree
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.certificate import Certificate, certify
@@ -345,16 +345,11 @@ class Executable(ABC):
     def cause(self, collective: fx.Node) -> Any:
         """Return the `shardc.cost.causes.Cause` (plan entry and source line) of a collective."""
 
-    @cached_property
-    def _half_of_phase(self) -> dict[Phase, Half | None]:
-        return {}
-
+    @cache_method
     def find(self, phase: Phase) -> Half | None:
         """Return the `Half` (graph) of a phase, made once; None if the step has no such phase (see `make`)."""
-        if phase not in self._half_of_phase:
-            gm = self.make(phase)
-            self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
-        return self._half_of_phase[phase]
+        gm = self.make(phase)
+        return None if gm is None else Half(phase, gm, self.mesh)
 
     def half(self, phase: Phase) -> Half:
         """Return the graph (`Half`) of a phase. This step must have that phase."""
@@ -379,8 +374,7 @@ class Executable(ABC):
         if self.opens_backward and not trains:
             return self.using(frozenset()).step(training)
         if self.stage_ranks:
-            ranks = [self.actions(rank, training) for rank in range(self.stage_ranks)]
-            return tuple(dict.fromkeys(x.half for actions in ranks for x in actions if isinstance(x, Run)))
+            return tuple(dict.fromkeys(half for half, _ in self.runs(training)))
         if self.microbatches == 1:
             names: tuple[str, ...] = (FORWARD, BACKWARD) if trains else (INFERENCE,)
         else:
@@ -410,7 +404,8 @@ class Executable(ABC):
         if (count := self.microbatches) == 1:
             yield from ((half, 0) for half in self.step(training))
             return
-        yield from self._openings()
+        before = (x for number in range(self.openings) for x in self._opening_actions(number))
+        yield from ((x.half, x.microbatch) for x in before if isinstance(x, Run))
         forward = FORWARD if trains else INFERENCE
         for at in range(count):
             yield self.half(FIRST[forward] if at == 0 and self.gathers_once else forward), at
@@ -419,20 +414,28 @@ class Executable(ABC):
         if not trains:
             yield self.half(CLOSING), 0
 
-    def _openings(self) -> Iterator[tuple[Half, int]]:
-        """Yield (graph, microbatch) of each run before the forward: those of a loop over microbatches, then its closing
-        graph (with microbatch 0), and so on for each loop.
+    def _opening_actions(self, number: int, loop: StageRuns | None = None, rank: int = 0) -> Iterator[Run | Message]:
+        """Yield what a rank runs, sends and receives in loop ``number`` before the forward, then the run of the loop's
+        closing graph.
+
+        Args:
+            loop: the loop's `StageRuns` if its layers lie on pipeline stages; else ``rank`` does not matter.
         """
-        for number in range(self.openings):
-            body, once = opening(number)
-            if (half := self.find(body)) is not None:
-                yield from ((half, at) for at in range(self.microbatches))
-            yield self.half(once), 0
+        body, once = opening(number)
+        if (half := self.find(body)) is not None:
+            yield from (Run(half, at) for at in range(self.microbatches))
+        for action in () if loop is None else (*loop.scheduled(rank), *loop.behind(rank)):
+            if isinstance(action, Message):
+                yield action
+            elif (half := self.find(AtStage(body, action[1]))) is not None:
+                yield Run(half, action[2])
+        yield Run(self.half(once))
 
     def order(self, training: bool) -> Schedule:
         """Return a pipeline's `Schedule` for a training step (``training``) or for a call without gradients."""
         raise AssertionError("the program has no stages")
 
+    @cache_method
     def stage_runs(self, training: bool) -> StageRuns:
         """Return the `StageRuns`: the values that cross between the stages of a pipeline, and the order of the ranks'
         runs.
@@ -440,16 +443,10 @@ class Executable(ABC):
         Raises:
             VerifyError: the lists of the ranks do not fit together.
         """
-        if training not in self._stage_runs:
-            order = self.order(training)
-            play(order)
-            loops = [self._opening_runs(at, len(order.rank_of)) for at in range(self.openings)]
-            self._stage_runs[training] = StageRuns.of(order, self.stage_of, self._of_stages(order), loops)
-        return self._stage_runs[training]
-
-    @cached_property
-    def _stage_runs(self) -> dict[bool, StageRuns]:
-        return {}
+        order = self.order(training)
+        play(order)
+        loops = [self._opening_runs(at, len(order.rank_of)) for at in range(self.openings)]
+        return StageRuns.of(order, self.stage_of, self._of_stages(order), loops)
 
     def _opening_runs(self, number: int, stages: int) -> StageRuns | None:
         """Return the `StageRuns` of loop ``number`` before the forward. The layers of the loop lie on ``stages``
@@ -481,42 +478,29 @@ class Executable(ABC):
                 if (half := self.find(AtStage(phase, stage))) is not None:
                     yield stage, phase in repeated, half.graph
 
-    @cached_property
-    def _actions(self) -> dict[tuple[int, bool], tuple[list[Run | Message], list[frozenset[Key]]]]:
-        return {}
-
     def actions(self, rank: int, training: bool = True) -> list[Run | Message]:
         """Return what a rank of a pipeline runs, sends and receives in one step, in order.
 
         Args:
             rank: its coordinate along the axis of the stages.
         """
-        key = rank, training and self.trains
-        if key not in self._actions:
-            actions = self._listed(*key)
-            self._actions[key] = actions, _last_uses(actions, rank)
-        return self._actions[key][0]
+        return self._listed(rank, training and self.trains)
 
+    @cache_method
     def last_uses(self, rank: int, training: bool = True) -> list[frozenset[Key]]:
         """Return, for each of the `actions` of a rank, the keys of the values that may be dropped after it."""
-        self.actions(rank, training)
-        return self._actions[rank, training and self.trains][1]
+        return _last_uses(self.actions(rank, training), rank)
 
+    @cache_method
     def received(self, rank: int, training: bool = True) -> list[int]:
         """Return one number for each of the rank's `actions`. For the receipt of a message, it is the number of this
         rank's own messages that the other rank had received before: this rank can free those. Otherwise 0.
         """
-        key = rank, training and self.trains
-        if key not in self._received:
-            self._received[key] = received([self.actions(at, training) for at in range(self.stage_ranks)], rank)
-        return self._received[key]
+        return received([self.actions(at, training) for at in range(self.stage_ranks)], rank)
 
-    @cached_property
-    def _received(self) -> dict[tuple[int, bool], list[int]]:
-        return {}
-
+    @cache_method
     def _listed(self, rank: int, trains: bool) -> list[Run | Message]:
-        """Compute the actions of a rank, which `actions` caches."""
+        """Return the `actions` of a rank in a training step (``trains``) or a call without gradients."""
         runs = self.stage_runs(trains)
         stages = runs.stages(rank)
         forward = FORWARD if trains else INFERENCE
@@ -527,14 +511,7 @@ class Executable(ABC):
             out += self._once(GATHERS, stages)
             begun |= {*stages}
         for number, loop in enumerate(runs.openings):
-            body, once = opening(number)
-            out += [Run(half, at) for half in [self.find(body)] if half is not None for at in range(self.microbatches)]
-            for action in () if loop is None else (*loop.scheduled(rank), *loop.behind(rank)):
-                if isinstance(action, Message):
-                    out.append(action)
-                elif (half := self.find(AtStage(body, action[1]))) is not None:
-                    out.append(Run(half, action[2]))
-            out.append(Run(self.half(once)))
+            out += self._opening_actions(number, loop, rank)
         if 0 not in stages and not begun:  # a rank that waits for others first
             out += self._once(GATHERS, stages)
             begun |= {*stages}
@@ -548,13 +525,14 @@ class Executable(ABC):
                 out += self._once(GATHERS, [stage])
                 begun.add(stage)
                 phase = FIRST[forward] if self.find(AtStage(FIRST[forward], stage)) is not None else forward
-            out += [Run(half, microbatch) for half in [self.find(AtStage(phase, stage))] if half is not None]
+            if (half := self.find(AtStage(phase, stage))) is not None:
+                out.append(Run(half, microbatch))
         for stage in stages if trains else ():  # the last terms are added in the graph that closes the step
             if (half := self.find(AtStage(LAST_BACKWARD, stage))) is not None:
-                terms = [AtStage(phase, stage) for phase in (BACKWARD, WEIGHT_GRADIENTS)]
-                runs_of = [(place, x) for place, x in enumerate(out) if isinstance(x, Run) and x.half.phase in terms]
-                place, run = runs_of[-1]
-                out[place] = replace(run, half=half)
+                with_terms = [AtStage(phase, stage) for phase in (BACKWARD, WEIGHT_GRADIENTS)]
+                runs_of = [(at, x) for at, x in enumerate(out) if isinstance(x, Run) and x.half.phase in with_terms]
+                at, run = runs_of[-1]
+                out[at] = replace(run, half=half)
         return [*out, *runs.behind(rank), *self._once(GRADIENTS if trains else CLOSING, stages), *runs.last(rank)]
 
     def _once(self, phase: str, stages: Iterable[int]) -> list[Run]:

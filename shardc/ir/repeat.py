@@ -16,7 +16,7 @@ from operator import getitem
 
 from torch import Tensor, fx
 
-from shardc._compat import LazyGraphModule
+from shardc._compat import LazyGraphModule, cache_method
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES, WAIT
 from shardc.ir.comm_volume import collective_kind
@@ -87,7 +87,7 @@ class Repeats:
         """Return (run, index of the block, rest of the name) for ``name``, a name in the shortened model. None if it is
         in no block of a run.
         """
-        pairs = zip(self.runs, self._shortened, strict=True)
+        pairs = zip(self.runs, self.shortened, strict=True)
         places = ((run, *place) for run, short in pairs if (place := short.split(name)) and place[0] < self.keep)
         return next(places, None)
 
@@ -99,13 +99,9 @@ class Repeats:
             counts[run.path] += run.count - self.keep
         return dict(counts)
 
+    @cached_property
     def shortened(self) -> Repeats:
         """Return the runs as they are in the shortened model, each with ``keep`` blocks."""
-        return self._shortened
-
-    @cached_property
-    def _shortened(self) -> Repeats:
-        """Cache of the result of `shortened`."""
         before = (Repeats(self.runs[:at], self.keep).missing for at in range(len(self.runs)))
         runs = zip(self.runs, before, strict=True)
         return Repeats(
@@ -160,35 +156,29 @@ class Marks:
 
     def __init__(self) -> None:
         self._ids: dict[object, int] = {}
-        self._kinds: dict[fx.Node, int] = {}
-        self._marks: dict[fx.Node, int] = {}
-        self._operands: dict[fx.Node, list[fx.Node]] = {}
 
+    @cache_method
     def kind(self, node: fx.Node) -> int:
         """Return a number for the type of a node's value (see `type_of`). Equal types have equal numbers."""
-        if node not in self._kinds:
-            self._kinds[node] = self._id(type_of(node.meta.get("val")))
-        return self._kinds[node]
+        return self._id(type_of(node.meta.get("val")))
 
+    @cache_method
     def mark(self, node: fx.Node) -> int:
         """Return a number for what a node computes. Nodes have equal numbers if their op, constants, and types of
         operands and results are equal.
 
         Slots of messages do not count: they are numbered through the graph.
         """
-        if node not in self._marks:
-            args = node.args[:-1] if node.target in IN_MESSAGES else node.args
-            written = fx.node.map_arg((args, node.kwargs), lambda x: f"%{self.kind(x)}")
-            self._marks[node] = self._id((node.target, repr(written), self.kind(node)))
-        return self._marks[node]
+        args = node.args[:-1] if node.target in IN_MESSAGES else node.args
+        written = fx.node.map_arg((args, node.kwargs), lambda x: f"%{self.kind(x)}")
+        return self._id((node.target, repr(written), self.kind(node)))
 
+    @cache_method
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Return the operands of ``node`` in order; an operand that is read twice is there twice."""
-        if node not in self._operands:
-            nodes: list[fx.Node] = []
-            self._operands[node] = nodes
-            fx.node.map_arg((node.args, node.kwargs), nodes.append)
-        return self._operands[node]
+        nodes: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), nodes.append)
+        return nodes
 
     def _id(self, key: object) -> int:
         """Return a number for ``key``. Equal keys have equal numbers."""

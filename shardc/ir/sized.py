@@ -9,15 +9,16 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, reduce
 from math import lcm, prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc._compat import cache_method
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, Role, Value
+from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Digit
 
 Powers = tuple[int, ...]
@@ -66,6 +67,16 @@ class Polynomial:
         terms = sorted(((k, p) for p, k in out.items() if k), key=lambda term: (-sum(term[1]), term[1][::-1]))
         return Polynomial(self.names, tuple(terms))
 
+    def in_units(self, scale: Mapping[str, tuple[int, int]], units: Mapping[str, Any]) -> Any:
+        """Return the polynomial's value, given the ``units`` u of the sizes ``a u + b``: numbers, symbols or proxies of
+        nodes. ``scale`` maps the name of a size to its (a, b); the coefficients must be integers in these units.
+        """
+        terms = []
+        for c, powers in self.substituted(scale).terms:
+            factors = [units[name] for name, power in zip(self.names, powers, strict=True) for _ in range(power)]
+            terms.append(reduce(operator.mul, factors, _whole(c)))
+        return reduce(operator.add, terms)
+
     @property
     def denominator(self) -> int:
         """Return the least common denominator of the polynomial's coefficients."""
@@ -103,13 +114,11 @@ class Numbers:
     Args:
         args, kwargs: the node's arguments, with polynomials and quotients in place of numbers.
         val: ``meta["val"]`` with `Shape`s in place of tensors.
-        shapes: shape of each value of the node's `Info`; None for non-tensors.
     """
 
     args: tuple[fx.node.Argument, ...]
     kwargs: dict[str, fx.node.Argument]
     val: Any
-    shapes: tuple[tuple[int | Polynomial, ...] | None, ...]
 
 
 @dataclass
@@ -150,8 +159,7 @@ class SizedGraph:
             args, kwargs = fx.node.map_aggregate((entry.args, entry.kwargs), number)
             copy.args, copy.kwargs = fx.map_arg(args, lambda n: env[n]), fx.map_arg(kwargs, lambda n: env[n])
             copy.meta["val"] = _example(entry.val, node.meta.get("val"), number)
-            record = ir.info(node)
-            ir.set_info(copy, replace(record, value=_value(record, entry.shapes, number)))
+            ir.update(copy, value=_with_shapes(ir.info(node).value, copy.meta["val"]))
         output, base_output = ir.output_node(graph), ir.output_node(self.base.graph)
         output.meta[ir.ROLES] = roles_at(base_output.meta[ir.ROLES], self.layouts, number)
         gm = fx.GraphModule(self.base, graph)
@@ -192,13 +200,8 @@ class SizedGraph:
         SymInt; a fake mode must be active.
         """
 
-        def number(x: Any) -> Any:
-            if not isinstance(x, Polynomial):
-                return x
-            total: Any = 0
-            for c, powers in x.substituted(self.scale).terms:
-                total = total + _whole(c) * prod(units[n] ** p for n, p in zip(x.names, powers, strict=True) if p)
-            return total
+        def number(x: int | Polynomial) -> Any:
+            return x.in_units(self.scale, units) if isinstance(x, Polynomial) else x
 
         tensors = []
         for position, node in enumerate(self.base.graph.nodes):
@@ -206,7 +209,7 @@ class SizedGraph:
                 entry = self.numbers.get(position)
                 val = node.meta["val"]
                 shape = Shape(tuple(val.shape), val.stride()) if entry is None else entry.val
-                sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
+                sizes, strides = [list(map(number, dims)) for dims in (shape.sizes, shape.strides)]
                 tensors.append(torch.empty_strided(sizes, strides, dtype=val.dtype, device=val.device))
         return [*(units[name] for name in self.scale), *tensors]
 
@@ -229,32 +232,18 @@ class _PolynomialNodes:
 
     def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
         self._graph, self._scale = graph, scale
-        self._units = {name: graph.placeholder(f"size_{at}") for at, name in enumerate(scale)}
-        self._nodes: dict[Polynomial | Quotient, fx.node.Argument] = {}
+        self._units = {name: fx.Proxy(graph.placeholder(f"size_{at}")) for at, name in enumerate(scale)}
 
     def __call__(self, x: object) -> fx.node.Argument:
-        if not isinstance(x, Polynomial | Quotient):
-            return x
-        if x not in self._nodes:
-            self._nodes[x] = self._node(x)
-        return self._nodes[x]
+        return self._node(x) if isinstance(x, Polynomial | Quotient) else x
 
-    def _node(self, x: Polynomial | Quotient) -> fx.node.Argument:
-        """Insert the nodes that compute the polynomial or quotient ``x``. Return the last of them, or an int for a
-        constant.
-        """
-        call = self._graph.call_function
+    @cache_method
+    def _node(self, x: Polynomial | Quotient) -> fx.Node:
+        """Insert the nodes that compute the polynomial or quotient ``x``; return the last of them."""
         if isinstance(x, Quotient):
-            return call(operator.truediv, (self(x.numerator), self(x.denominator)))
-        total: fx.node.Argument = None
-        for c, powers in x.substituted(self._scale).terms:
-            term: fx.node.Argument = _whole(c)
-            for name, power in zip(x.names, powers, strict=True):
-                for _ in range(power):
-                    unit = self._units[name]
-                    term = unit if isinstance(term, int) and term == 1 else call(operator.mul, (term, unit))
-            total = term if total is None else call(operator.add, (total, term))
-        return total
+            return self._graph.call_function(operator.truediv, (self(x.numerator), self(x.denominator)))
+        result: fx.Proxy = x.in_units(self._scale, self._units)  # arithmetic of proxies inserts nodes
+        return result.node
 
 
 def _words(node: fx.Node) -> Iterator[str]:
@@ -271,24 +260,18 @@ def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
         number: maps a polynomial to its value.
     """
     if isinstance(shape, Shape):
-        sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
+        sizes, strides = [list(map(number, dims)) for dims in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``
     if isinstance(shape, tuple):
         return tuple(_example(part, x, number) for part, x in zip(shape, like, strict=True))
     return like
 
 
-def _value(
-    record: Info, shapes: tuple[tuple[int | Polynomial, ...] | None, ...], number: Callable[[int | Polynomial], int]
-) -> Value | tuple[Value | None, ...] | None:
-    """Return the type of a node at given sizes: the `Value` in ``record`` (or a tuple of several) with the ``shapes``,
-    in which ``number`` evaluates the polynomials.
-    """
-    values = tuple(
-        replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
-        for value, shape in zip(record.values, shapes, strict=True)
-    )
-    return values if isinstance(record.value, tuple) else values[0]
+def _with_shapes(value: Any, val: Any) -> Any:
+    """Return the type ``value`` of a node's result (see `Info`) with the shapes of ``val``, its example value."""
+    if isinstance(value, tuple):
+        return tuple(map(_with_shapes, value, val))
+    return replace(value, shape=tuple(val.shape)) if isinstance(value, Value) else value
 
 
 def numbers_at(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
