@@ -9,7 +9,7 @@ gradient or an output); the memory is then freshly allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, cast
@@ -152,7 +152,7 @@ class MemoryPlan:
         return max(self.bytes_at(at) + sum(size for size, end in saved if at <= end) for at in places)
 
     def moved(
-        self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
+        self, lifetimes: Mapping[int, tuple[int, int]], leaving: Container[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
         """Return the memory plan of the graph's compiled code. ``lifetimes`` of slots, and ``argument_ends`` of
         placeholders, are counted in its lines; ``leaving`` are the slots that it returns. Regions and offsets follow
@@ -163,19 +163,15 @@ class MemoryPlan:
             leaving: numbers of the slots that the compiled graph returns.
             argument_ends: last line at which the memory of each placeholder is in use.
         """
-        gone = set(leaving)
         slots = []
         for number, slot in enumerate(self.slots):
             if number not in lifetimes:
                 slots.append(replace(slot, size=0, region=OUTSIDE))
                 continue
             start, end = lifetimes[number]
-            region = slot.region
-            if number in gone and region == INSIDE:
-                region = OUTSIDE
-            elif number not in gone and region == KEPT:
-                region = INSIDE  # what is returned is a copy
-            slots.append(replace(slot, start=start, end=end, region=region))
+            # Of a kept result that does not leave, the code returns a copy.
+            moves = {INSIDE: OUTSIDE} if number in leaving else {KEPT: INSIDE}
+            slots.append(replace(slot, start=start, end=end, region=moves.get(slot.region, slot.region)))
         names = (name for name, _ in self.last_reads)
         return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
@@ -213,25 +209,22 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots are placed side by
     side: all of them are in use between forward and backward.
     """
-    unplaced = list(slots)
-    out = list(unplaced)
-    order = sorted(range(len(unplaced)), key=lambda k: (-unplaced[k].size, unplaced[k].start, k))
-    placed: list[Slot] = []
-    saved_bytes = 0
-    for k, slot in enumerate(unplaced):
+    out = list(slots)
+    kept_bytes = 0
+    for number, slot in enumerate(out):
         if slot.region == KEPT:
-            out[k] = replace(slot, offset=saved_bytes)
-            saved_bytes += aligned(slot.size)
-    for k in order:
-        if unplaced[k].region != INSIDE or not unplaced[k].size:
-            continue
-        offset = 0
-        for other in sorted((p for p in placed if p.overlaps(unplaced[k])), key=lambda p: p.offset):
-            if offset + aligned(unplaced[k].size) <= other.offset:
+            out[number] = replace(slot, offset=kept_bytes)
+            kept_bytes += aligned(slot.size)
+    inside = [number for number, slot in enumerate(out) if slot.region == INSIDE and slot.size]
+    placed: list[Slot] = []
+    for number in sorted(inside, key=lambda number: (-out[number].size, out[number].start)):
+        slot, offset = out[number], 0
+        for other in sorted((other for other in placed if other.overlaps(slot)), key=lambda other: other.offset):
+            if offset + aligned(slot.size) <= other.offset:
                 break
             offset = max(offset, other.offset + aligned(other.size))
-        out[k] = replace(unplaced[k], offset=offset)
-        placed.append(out[k])
+        out[number] = replace(slot, offset=offset)
+        placed.append(out[number])
     return tuple(out)
 
 

@@ -82,12 +82,10 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
 
     If the result of ``node`` cannot be computed chunk by chunk, return None in place of the dict.
     """
-    if node.op != "call_function" or not is_tensor(node) or not all(map(is_tensor, node.all_input_nodes)):
+    reads = node.all_input_nodes
+    if node.op != "call_function" or not reads or not all(map(is_tensor, (node, *reads))):
         return None
-    target, shape = node.target, value(node).shape
-    first = node.all_input_nodes[0] if node.all_input_nodes else None
-    if first is None:
-        return None
+    target, shape, first = node.target, value(node).shape, reads[0]
     source_shape = value(first).shape
     kind = collective_kind(node)
     if kind is not None:
@@ -116,12 +114,12 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
         dim = cut.dim if keepdim else [dim for dim in range(len(source_shape)) if dim not in gone][cut.dim]
         return None if dim in gone else {first: replace(cut, dim=dim)}
     if target in _ALONG:
-        same_rank = [x for x in node.all_input_nodes if len(value(x).shape) == len(shape)]
+        same_rank = [x for x in reads if len(value(x).shape) == len(shape)]
         if node.args[1] % len(shape) == cut.dim or any(value(x).shape[cut.dim] != shape[cut.dim] for x in same_rank):
             return None
-        return {x: cut if x in same_rank else None for x in node.all_input_nodes}
+        return {x: cut if x in same_rank else None for x in reads}
     if target in _BY_ELEMENT or getattr(target, "namespace", "") == _CHECKS or is_pointwise(target):
-        return {x: _broadcast(cut, value(x).shape, shape) for x in node.all_input_nodes}
+        return {x: _broadcast(cut, value(x).shape, shape) for x in reads}
     return None
 
 

@@ -154,15 +154,15 @@ def uses_of(source: str) -> Uses:
         if "wait_tensor.default(" in line:
             for slot in _behind(behind, line):
                 waits.update({-1 - slot: at} if slot < 0 else {})
-                spans.update({used: (spans.get(used, (0, 0))[0], at) for used in unnamed.get(slot, ())})
+                _extend(spans, unnamed.get(slot, ()), at)
                 unnamed.get(slot, set()).clear()
         if line.startswith("return"):
             returned = split_top(line.removeprefix("return").strip().removeprefix("(").removesuffix(")"))
             results = [_behind(behind, result) for result in returned if result]
-        for gone in _DELETED.findall(line):
-            for slot in behind.pop(gone, ()):
-                spans[slot] = spans.get(slot, (0, 0))[0], at
-        spans.update({slot: (spans.get(slot, (0, 0))[0], at) for lent in behind.values() for slot in lent})
+        for slots in behind.values():
+            _extend(spans, slots, at)
+        for variable in _DELETED.findall(line):
+            behind.pop(variable, None)
     count = sum(slot < 0 for slot in spans)
     argument_ends = [spans.pop(-1 - number)[1] for number in range(count)]
     wires = [set().union(*(unnamed.get(slot, set()) for slot in result)) for result in results]
@@ -180,32 +180,33 @@ def joined(
         returned: the graph's outputs: names of values, or constants.
     """
     spans: dict[int, tuple[int, int]] = {}
-    memory = {
-        name: {-1 - at} for at, name in enumerate(arguments)
-    }  # by value, the slots and arguments that it may lie in
+    memory = {name: {-1 - at} for at, name in enumerate(arguments)}  # value -> slots and arguments that may hold it
     wires: dict[str, set[int]] = {}
     base = 0
-
-    def last(slots: Iterable[int], at: int) -> None:
-        """Extend the lifetimes of ``slots`` so that they last at least until line ``at``."""
-        spans.update({slot: (spans.get(slot, (0, 0))[0], max(spans.get(slot, (0, 0))[1], at)) for slot in slots})
 
     for use, segment in zip(uses, segments, strict=True):
         operands = [memory.get(name, set()) for name in segment.takes]
         for slots, at in zip(operands, use.argument_ends, strict=True):
-            last(slots, base + at)
+            _extend(spans, slots, base + at)
         spans |= {segment.slot + slot: (base + first, base + end) for slot, (first, end) in use.spans.items()}
         for argument, at in use.waits.items():
-            last(wires.pop(segment.takes[argument], ()), base + at)
+            _extend(spans, wires.pop(segment.takes[argument], ()), base + at)
         for name, result, waiting in zip(segment.gives, use.results, use.wires, strict=True):
             memory[name] = set().union(*({segment.slot + x} if x >= 0 else operands[-1 - x] for x in result))
             wires[name] = set().union(*({segment.slot + x} if x >= 0 else operands[-1 - x] for x in waiting))
         base += use.lines
     results = [memory.get(x, set()) if isinstance(x, str) else set() for x in returned]
     for slots in results:
-        last(slots, base)
+        _extend(spans, slots, base)
     argument_ends = [spans.pop(-1 - at, (0, 0))[1] for at in range(len(arguments))]
     return Uses(spans, argument_ends, results, {}, [set() for _ in results], base)
+
+
+def _extend(spans: dict[int, tuple[int, int]], slots: Iterable[int], at: int) -> None:
+    """Extend the lifetimes of ``slots`` in ``spans``, so that they last at least until line ``at``."""
+    for slot in slots:
+        first, last = spans.get(slot, (0, 0))
+        spans[slot] = first, max(last, at)
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:

@@ -159,16 +159,13 @@ NO_LAYOUTS = "no layouts"
 BARE = re.compile(r"[\w.$/-]+")
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-MEMORY_FORMATS = {
-    "contiguous_format": torch.contiguous_format,
-    "preserve_format": torch.preserve_format,
-    "channels_last": torch.channels_last,
-    "channels_last_3d": torch.channels_last_3d,
-}
-TORCH_LAYOUTS = {"strided": torch.strided}
 SMALL = 64  # most elements of a constant whose values are shown
-CONSTANTS = {"None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan")}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = TORCH_DTYPES | {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d, torch.strided)
+CONSTANTS = {
+    "None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan"), **DTYPES,
+    **{str(value).removeprefix("torch."): value for value in _FORMATS},
+}  # fmt: skip
 ATTRIBUTE = re.compile(r"(?!__)[A-Za-z_]\w{0,200}(?:\.(?!__)\w{1,200}){0,20}", re.ASCII)  # the name of a constant
 
 
@@ -273,7 +270,7 @@ def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) ->
 
 def dtype_of(word: str) -> torch.dtype | None:
     """Return the dtype named ``word`` in dumps (``f32``) or by torch (``float32``); None if there is none."""
-    return DTYPES.get(word) or TORCH_DTYPES.get(word)
+    return DTYPES.get(word)
 
 
 # --- arguments
@@ -310,11 +307,8 @@ def small_values(tensor: object) -> list[float] | None:
 
 def constant_of(word: str) -> object:
     """Return the value of an unquoted constant; raise ValueError if ``word`` is not a constant."""
-    for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
-        if word in table:
-            return table[word]
-    if (dtype := dtype_of(word)) is not None:
-        return dtype
+    if word in CONSTANTS:
+        return CONSTANTS[word]
     try:
         return torch.device(word)
     except RuntimeError as error:

@@ -163,10 +163,7 @@ class Layout:
 
     def dim_of(self, axis: str) -> int | None:
         """Return the dim that ``axis`` splits; None if it splits no dim."""
-        for index, digits in enumerate(self.dims):
-            if any(d.axis == axis for d in digits):
-                return index
-        return None
+        return next((dim for dim, digits in enumerate(self.dims) if any(d.axis == axis for d in digits)), None)
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
         """Return the axes that split ``dim``, major to minor."""

@@ -4,6 +4,7 @@ rank waits forever.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
@@ -130,15 +131,13 @@ class _Player:
 
     def _messages_in_order(self) -> None:
         """Check that messages from one rank to another are received in the order in which they are sent."""
-        sent: dict[tuple[int, int], list[Action]] = {}
-        received: dict[tuple[int, int], list[Action]] = {}
+        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by (source, destination)
+        received: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for action, (rank, _) in self.places.items():  # in the order of each rank's list
-            if action.kind in OTHER_END:
-                peer = self.schedule.rank_of[action.other_end.stage]
-                if action.kind in SENDS:
-                    sent.setdefault((rank, peer), []).append(action)
-                else:
-                    received.setdefault((peer, rank), []).append(action)
+            if action.kind in SENDS:
+                sent[rank, self.schedule.rank_of[action.other_end.stage]].append(action)
+            elif action.kind in RECEIVES:
+                received[self.schedule.rank_of[action.other_end.stage], rank].append(action)
         for (source, rank), receives in received.items():
             for receive, send in zip(receives, sent[source, rank], strict=True):
                 if receive != send.other_end:
@@ -173,16 +172,14 @@ class _Player:
         while waits[chain[-1]][0] not in chain:
             chain.append(waits[chain[-1]][0])
         circle = chain[chain.index(waits[chain[-1]][0]) :]
-        texts, ends = [], []
+        texts = []
         for rank in circle:
-            peer, position = waits[rank]
-            receive = self.schedule.lists[rank][reached[rank]]
+            receive, (peer, position) = self.schedule.lists[rank][reached[rank]], waits[rank]
             texts.append(
                 f"rank {rank} waits in {receive} at position {reached[rank]} for {receive.other_end} of rank {peer}, "
                 f"at position {position} there"
             )
-            ends.append((rank, reached[rank]))
-        self._fail(f"deadlock: {'; '.join(texts)}", *ends)
+        self._fail(f"deadlock: {'; '.join(texts)}", *((rank, reached[rank]) for rank in circle))
 
     def _peer(self, action: Action) -> str:
         """Return a text that names the other end of a transfer; "" for a computation."""

@@ -253,7 +253,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     for start, stop in zip([0, *cuts], [*cuts, len(half.nodes)], strict=True):
         if (key := half.key(start, stop)) not in modules:
             modules[key] = LazyGraphModule({}, half.graph(start, stop))
-        out.append(Segment(modules[key], *half.ports(start, stop), *half.before[start]))
+        out.append(half.segment(start, stop, modules[key]))
     return tuple(out)
 
 
@@ -333,13 +333,11 @@ class _Cutter:
                 rows.append((start, at))
         return rows
 
-    def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-        """Return three collections of node names for ops ``start`` to ``stop`` as a segment: its operands from outside,
-        its results, and the operands that no later op reads.
-        """
+    def segment(self, start: int, stop: int, gm: fx.GraphModule) -> Segment:
+        """Return ops ``start`` to ``stop`` as a `Segment` that runs ``gm``, the graph of these or of equal ops."""
         takes, gives = self._ports(start, stop)
         done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
-        return tuple(x.name for x in takes), tuple(x.name for x in gives), done
+        return Segment(gm, tuple(x.name for x in takes), tuple(x.name for x in gives), done, *self.before[start])
 
     def _ports(self, start: int, stop: int) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return two lists for ops ``start`` to ``stop``: the operands that earlier ops compute, and the results that

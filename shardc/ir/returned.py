@@ -15,6 +15,7 @@ from shardc.ir import graph as ir
 
 # Key of the output node's ``meta`` in a captured graph: indices of outputs that are the same tensor as an earlier one.
 AGAIN = "shardc_again"
+_DETACH = torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True)
@@ -74,53 +75,43 @@ def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, s
         owners: names of the parameters, buffers and inputs in these memories.
     """
     outputs = sorted((role.index, x) for role, x in ir.outputs(graph) if role.kind == "output")
-    repeated: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
-    tensors = [index for index, x in outputs if _memory(x) is not None]
+    tensors = {index: x for index, x in outputs if isinstance(x, fx.Node) and _memory(x) is not None}
     memory_at = dict(zip(tensors, memories, strict=True))
-    memory_of = {index: memory.number for index, memory in memory_at.items()}
-    read = dict(_reads(graph))
-    made_of = _made_of([(index, x) for index, x in outputs if index in read])
-    out: list[Returned] = []
-    firsts: dict[int, int] = {}
-    of_node: dict[fx.Node, int] = {}  # node -> the first output that it is
+    repeated: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
+    first_in: dict[int, int] = {}  # number of a memory -> the first output in it
+    first_of: dict[fx.Node, int] = {}  # node -> the first output that it is
     same: dict[int, int] = {}
-    for index, x in outputs:
-        if _memory(x) is not None:
-            # Capture detached a repeated output, so that it has no gradient of its own.
-            node = x.all_input_nodes[0] if index in repeated and x.target is torch.ops.aten.detach.default else x
-            if of_node.setdefault(node, index) != index:
-                same[index] = of_node[node]
-    chains = {index: [x, *_viewed(x)] for index, x in outputs if _memory(x) is not None}
-    for index, x in outputs:
-        if index not in memory_of:
-            out.append(Returned(index))
-            continue
-        memory = memory_of[index]
-        above = chains[index][1:]
-        others = [at for at in chains.keys() - same.keys() - {same.get(index, index)} if at != index]
-        out.append(
-            Returned(
-                firsts.setdefault(memory, index),
-                same.get(index),
-                owners.get(memory),
-                x.op == "placeholder" and memory in owners,
-                next((of_node[y] for y in above if y in of_node and memory_of[of_node[y]] == memory), None),
-                memory_at[index].view or bool(above) and x.target is not torch.ops.aten.detach.default,
-                memory_at[index].fixed or _has_siblings(chains[index]),
-                memory in owners
-                or any(memory_of[at] == memory and not _disjoint(chains[index], chains[at]) for at in others),
-                tuple(at for at, memories_read in read.items() if _memory(x) in memories_read),
-                tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
-            )
+    for index, x in tensors.items():
+        # Capture detached a repeated output, so that it has no gradient of its own.
+        node = x.all_input_nodes[0] if index in repeated and x.target is _DETACH else x
+        first_in.setdefault(memory_at[index].number, index)
+        if first_of.setdefault(node, index) != index:
+            same[index] = first_of[node]
+    chains = {index: [x, *_viewed(x)] for index, x in tensors.items()}
+    distinct = [index for index in tensors if index not in same]
+    read = dict(_reads(graph))
+    # The nodes through which an output's gradient flows.
+    made_of = {index: ir.ancestors([x], lambda node: node.target is _DETACH) for index, x in outputs if index in read}
+
+    def describe(index: int, x: fx.Node) -> Returned:
+        memory, above = memory_at[index], chains[index][1:]
+        number = memory.number
+        bases = (first_of[y] for y in above if y in first_of)
+        others = (at for at in distinct if at != same.get(index, index) and memory_at[at].number == number)
+        return Returned(
+            first=first_in[number],
+            same=same.get(index),
+            of=owners.get(number),
+            itself=x.op == "placeholder" and number in owners,
+            of_output=next((base for base in bases if memory_at[base].number == number), None),
+            view=memory.view or bool(above) and x.target is not _DETACH,
+            part=memory.fixed or _has_siblings(chains[index]),
+            overlaps=number in owners or any(not _disjoint(chains[index], chains[at]) for at in others),
+            read_by=tuple(at for at, numbers in read.items() if _memory(x) in numbers),
+            leads_to=tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
         )
-    return tuple(out)
 
-
-def _made_of(outputs: Sequence[tuple[int, fx.node.Argument]]) -> dict[int, set[fx.Node]]:
-    """Return index of an output -> the nodes through which its gradient flows: the output and its ancestors, except
-    those behind a detach.
-    """
-    return {index: ir.ancestors([x], lambda node: node.target is torch.ops.aten.detach.default) for index, x in outputs}
+    return tuple(describe(index, tensors[index]) if index in tensors else Returned(index) for index, _ in outputs)
 
 
 def _memory(x: fx.node.Argument) -> int | None:

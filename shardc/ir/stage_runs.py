@@ -12,7 +12,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
-from shardc.ir.schedules import Kind, Schedule
+from shardc.ir.schedules import COMPUTATIONS, SENDS, Kind, Schedule
 
 # A value that runs and messages share: its kind ("transfer", "sum", "param", "output", ...), name or index, microbatch.
 Key = tuple[str, Any, int]
@@ -160,15 +160,15 @@ class StageRuns:
         Boundaries that nothing crosses have no messages.
         """
         for action in self.schedule.lists[rank]:
-            kind, stage, at = action.kind, action.stage, action.microbatch
-            if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
-                source = stage if kind == Kind.SEND_FORWARD else stage - 1
-                yield from self._message("transfer", self.boundaries[source].up, at, source, source + 1)
-            elif kind in (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD):
-                target = stage if kind == Kind.RECV_BACKWARD else stage - 1
-                yield from self._message("transfer", self.boundaries[target].down, at, target + 1, target)
-            else:
-                yield kind, stage, at
+            if action.kind in COMPUTATIONS:
+                yield action.kind, action.stage, action.microbatch
+                continue
+            send = action if action.kind in SENDS else action.other_end
+            source, target = send.stage, send.other_end.stage
+            boundary = self.boundaries[min(source, target)]
+            if values := boundary.up if source < target else boundary.down:
+                keys = tuple(("transfer", name, action.microbatch) for name in values)
+                yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))
 
     def before(self, rank: int) -> Iterator[Message]:
         """Yield the messages that ``rank`` sends or receives before the step: the parameters that several stages
@@ -207,18 +207,6 @@ class StageRuns:
             for target in sorted({self.rank(taker) for taker in takers} - {source}):
                 if rank in (source, target):
                     yield Message(((kind, name, 0),), (example,), source, target)
-
-    def _message(self, kind: str, values: Mapping[str, Value], at: int, source: int, target: int) -> Iterator[Message]:
-        """Yield one message with the ``values`` of microbatch ``at`` from stage ``source`` to stage ``target``. Yield
-        nothing if there are no values.
-
-        Args:
-            kind: kind of the values in `Message.keys`.
-            values: name -> type.
-        """
-        if values:
-            keys = tuple((kind, name, at) for name in values)
-            yield Message(keys, tuple(values.values()), self.rank(source), self.rank(target))
 
 
 def received(lists: Sequence[Sequence[object]], rank: int) -> list[int]:
