@@ -14,7 +14,7 @@ import sysconfig
 import traceback
 import types
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import _lru_cache_wrapper, cache, cached_property, partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,27 @@ def _flat(constants: Iterable[object]) -> Iterator[object]:
             yield from _flat(constant)
         else:
             yield constant
+
+
+# Wrappers of functions -> the attributes with what they wrap.
+_WRAPPERS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    partial: ("func", "args", "keywords"),
+    partialmethod: ("func", "args", "keywords"),
+    _lru_cache_wrapper: ("__wrapped__",),
+    cached_property: ("func",),
+}
+
+
+def wrapped_in(value: object) -> list[object] | None:
+    """Return what ``value`` wraps if it is a method, a property, a partial or a cached function; None for any other
+    object.
+    """
+    attributes = next((names for cls, names in _WRAPPERS.items() if isinstance(value, cls)), None)
+    return None if attributes is None else [getattr(value, name) for name in attributes]
 
 
 PACKAGE = Path(__file__).parents[1]

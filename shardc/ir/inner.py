@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import _lru_cache_wrapper, cached_property, partial
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardc._compat import is_wrapper, pytree
 from shardc.errors import CaptureError, InputError, LayoutError
 from shardc.ir.clone import clone_tree
-from shardc.ir.code import is_plain, is_versioned, is_versioned_class, is_versioned_module, names_in
+from shardc.ir.code import is_plain, is_versioned, is_versioned_class, is_versioned_module, names_in, wrapped_in
 from shardc.ir.kinds import CLASS
 
 _ABSENT = object()
@@ -112,14 +112,8 @@ class InnerCode:
         elif isinstance(x, Tensor):
             if not x.is_inference():
                 self._tensors[id(x)] = x
-        elif isinstance(x, (staticmethod, classmethod, types.MethodType)):
-            self._todo += [x.__func__, getattr(x, "__self__", None)]
-        elif isinstance(x, property):
-            self._todo += [x.fget, x.fset, x.fdel]
-        elif isinstance(x, partial):
-            self._todo += [x.func, x.args, x.keywords]
-        elif isinstance(x, _lru_cache_wrapper):
-            self._todo.append(x.__wrapped__)
+        elif (parts := wrapped_in(x)) is not None:
+            self._todo += parts
         elif not isinstance(x, types.ModuleType) and not is_versioned_class(type(x)):
             self._todo.append(type(x))
             if hasattr(x, "__dict__"):
@@ -261,6 +255,10 @@ class InnerTensors(nn.Module):
                 out[prefix + key] = value.to("meta") if shapes_only else value
         return out
 
+    def entries_in(self, module: nn.Module) -> Any:
+        """Return the dict of ``module``, its parameters or its buffers, in which the wrapper tensor is."""
+        return module._parameters if self.is_param else module._buffers
+
     @property
     def device(self) -> torch.device:
         """Return the device of the inner tensors."""
@@ -306,14 +304,19 @@ class _Holder(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load a state dict that has wrapper tensors: replace each by its inner tensors, then load these."""
-        for key, inner in self._modules.items():
-            if isinstance(inner, InnerTensors) and prefix + key in state_dict:
+        for key, inner in _inner_tensors_in(self).items():
+            if prefix + key in state_dict:
                 try:
                     state_dict.update(inner.inner_tensors_of(state_dict.pop(prefix + key), f"{prefix}{key}."))
                 except ValueError as error:
                     state_dict.update(inner.state_dict(prefix=f"{prefix}{key}.", keep_vars=True))
                     args[-1].append(str(error))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _inner_tensors_in(module: nn.Module) -> dict[str, InnerTensors]:
+    """Return name -> `InnerTensors` for the wrapper tensors of ``module`` itself, without those of its submodules."""
+    return {key: inner for key, inner in module._modules.items() if isinstance(inner, InnerTensors)}
 
 
 def flattened(model: nn.Module) -> nn.Module:
@@ -364,7 +367,7 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
     """
     tensors: dict[int, Tensor] = {}
     for path, module in list(model.named_modules()):
-        inner_tensors = {key: inner for key, inner in module._modules.items() if isinstance(inner, InnerTensors)}
+        inner_tensors = _inner_tensors_in(module)
         if not inner_tensors or isinstance(module, InnerTensors):
             continue
         module.__class__ = type(module).__mro__[2]
@@ -378,7 +381,7 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
                     )
             del module._modules[key]
             tensors.setdefault(id(inner), of(path, inner))
-            (module._parameters if inner.is_param else module._buffers)[key] = tensors[id(inner)]
+            inner.entries_in(module)[key] = tensors[id(inner)]
 
 
 @contextmanager
@@ -389,28 +392,26 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
     Raises:
         LayoutError: a wrapper tensor was replaced in the block.
     """
-    places = [(part, dict(part._modules)) for part in module.modules() if isinstance(part, _Holder)]
+    holders = [part for part in module.modules() if isinstance(part, _Holder)]
+    before = [(part, dict(part._modules), _inner_tensors_in(part)) for part in holders]  # the order of modules stays
     tensors: dict[int, Tensor] = {}
-    for part, before in places:
-        for key, inner in before.items():
-            if isinstance(inner, InnerTensors):
-                del part._modules[key]
-                entries: Any = part._parameters if inner.is_param else part._buffers
-                entries[key] = tensors.setdefault(id(inner), inner.outer())
+    for part, _, inner_tensors in before:
+        for key, inner in inner_tensors.items():
+            del part._modules[key]
+            inner.entries_in(part)[key] = tensors.setdefault(id(inner), inner.outer())
     try:
         yield
     finally:
         replaced = []
-        for part, before in places:
-            for key, inner in before.items():
-                if isinstance(inner, InnerTensors):
-                    left = (part._parameters if inner.is_param else part._buffers).pop(key, None)
-                    replaced += [] if left is tensors[id(inner)] else [(key, inner.cls.__name__)]
+        for part, modules, inner_tensors in before:
+            for key, inner in inner_tensors.items():
+                if inner.entries_in(part).pop(key, None) is not tensors[id(inner)]:
+                    replaced.append(f"{key!r}, a {inner.cls.__name__}")
             part._modules.clear()
-            part._modules.update(before)
-        for key, name in replaced:
+            part._modules.update(modules)
+        if replaced:
             raise LayoutError(
-                f"{key!r}, a {name}, was replaced inside of summon_full_params; the module has what it had",
+                f"{replaced[0]}, was replaced inside of summon_full_params; the module has what it had",
                 fix="change its inner tensors in place, or change the model and compile it again",
             )
 

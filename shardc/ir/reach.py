@@ -18,7 +18,7 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
+from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,6 +43,7 @@ from shardc.ir.code import (
     qualified_name,
     text_of,
     versioned_path,
+    wrapped_in,
 )
 from shardc.ir.inner import InnerCode
 from shardc.ir.module_paths import is_in
@@ -186,18 +187,8 @@ class Walk:
             return "a tensor" if is_versioned_class(type(value)) else f"a tensor of {self.ref(type(value))}"
         if isinstance(value, _CONTAINERS):
             return self._container(value)
-        if isinstance(value, types.MethodType):
-            return f"method {self.ref(value.__func__)} of {self.ref(value.__self__)}"
-        if isinstance(value, (staticmethod, classmethod)):
-            return f"{type(value).__name__} {self.ref(value.__func__)}"
-        if isinstance(value, property):
-            return f"property {self.ref(value.fget)} {self.ref(value.fset)} {self.ref(value.fdel)}"
-        if isinstance(value, (partial, partialmethod)):
-            return f"{type(value).__name__} {self.ref(value.func)} {self.ref(value.args)} {self.ref(value.keywords)}"
-        if isinstance(value, _lru_cache_wrapper):
-            return f"cached {self.ref(value.__wrapped__)}"
-        if isinstance(value, cached_property):
-            return f"cached {self.ref(value.func)}"
+        if (parts := wrapped_in(value)) is not None:
+            return f"{type(value).__name__} {' '.join(map(self.ref, parts))}"
         if isinstance(value, types.CodeType):
             return code_hash(value)
         if isinstance(value, types.FunctionType):

@@ -99,24 +99,22 @@ class StageRuns:
             for role, x in ir.outputs(graph):
                 if not isinstance(x, fx.Node) or role.kind == "saved":
                     continue
+                value = ir.value(x)
                 if role.kind == "term":
                     terms[role.name] = stage
-                    continue
-                value = ir.value(x)
-                if role.kind == "transfer":
+                elif role.kind == "transfer":
                     sent[role.name] = stage, value
                 elif role.kind == "grad" and role.name in stage_of and value.shape:
                     grads[role.name] = schedule.rank_of[stage_of[role.name]], value
                 elif role.kind in ("output", "buffer", "grad"):
                     key = role.kind, role.index if role.kind == "output" else role.name
                     results.setdefault(key, (stage, schedule.microbatches if repeats else 1, value))
-        boundaries: list[tuple[dict[str, Value], dict[str, Value]]] = [({}, {}) for _ in schedule.rank_of[1:]]
+        up: list[dict[str, Value]] = [{} for _ in schedule.rank_of[1:]]
+        down: list[dict[str, Value]] = [{} for _ in schedule.rank_of[1:]]
         for name, (stage, value) in sent.items():
             readers, _ = takers.get(("transfer", name), ({stage}, value))
-            for at in range(stage, max(readers)):
-                boundaries[at][0][name] = value
-            for at in range(min(readers), stage):
-                boundaries[at][1][name] = value
+            for boundary in (*up[stage : max(readers)], *down[min(readers) : stage]):
+                boundary[name] = value
         copies = {
             name: (stage_of[name], others, value)
             for (kind, name), (stages, value) in takers.items()
@@ -130,7 +128,7 @@ class StageRuns:
             name: (terms[name], frozenset(stages), value)
             for (kind, name), (stages, value) in takers.items() if kind == "sum"
         }  # fmt: skip
-        return cls(schedule, tuple(Boundary(*values) for values in boundaries), copies, sums, results, grads, loops)
+        return cls(schedule, tuple(map(Boundary, up, down)), copies, sums, results, grads, loops)
 
     def lines(self) -> list[str]:
         """Return the messages and the order as text: what crosses each boundary, then the actions of each rank."""
