@@ -11,7 +11,7 @@ rank must have it; it may be posted earlier, in the order of the list.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -157,26 +157,21 @@ def _with_transfers(computed: Sequence[Sequence[Action]], rank_of: Sequence[int]
     A send stands right behind what computes the message. A receive stands right before the first computation that needs
     its message or a later one of the same peer, so it waits only where that computation would.
     """
-    behind = [[(action, _send(action, rank_of)) for action in actions] for actions in computed]
-    sent: dict[tuple[int, int], deque[Action]] = {}
-    for rank, actions in enumerate(behind):
-        for _, send in actions:
-            if send is not None:
-                sent.setdefault((rank, rank_of[send.other_end.stage]), deque()).append(send)
+    send_of = {action: send for actions in computed for action in actions if (send := _send(action, rank_of))}
+    messages: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # (source, destination) -> the sends, in order
+    for action, send in send_of.items():
+        messages[rank_of[action.stage], rank_of[send.other_end.stage]].append(send)
     lists = []
-    for rank, actions in enumerate(behind):
-        row: list[Action] = []
-        received = set()
-        for action, send in actions:
-            for needed in reads(action, rank_of):
-                if needed.kind in RECEIVES:
-                    messages = sent.get((rank_of[needed.other_end.stage], rank), deque())
-                    while needed not in received and messages:
-                        row.append(messages.popleft().other_end)
-                        received.add(row[-1])
-            row.append(action)
-            if send is not None:
-                row.append(send)
+    for rank, actions in enumerate(computed):
+        row: dict[Action, None] = {}
+        for action in actions:
+            for needed in (needed for needed in reads(action, rank_of) if needed.kind in RECEIVES):
+                channel = messages[rank_of[needed.other_end.stage], rank]
+                while needed not in row and channel:
+                    row[channel.popleft().other_end] = None
+            row[action] = None
+            if action in send_of:
+                row[send_of[action]] = None
         lists.append(tuple(row))
     return tuple(lists)
 
