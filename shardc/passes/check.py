@@ -25,7 +25,7 @@ from shardc.passes.schedule.prefetch import prefetchable
 from shardc.passes.schedule.schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
-from shardc.verify import HALF, INVARIANTS, MOVING, SPECS, broken, check_all, halves, verify
+from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, requirement_of, verify
 from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, reimplemented, same
 from shardc.verify.local_graph import Collective, collectives
 from shardc.verify.subject import Broken, Check, State, Subject, no_rules, reporting
@@ -163,8 +163,7 @@ def _check(subject: Subject, stage: str, checks: Iterable[Check], of_user: bool)
         except VerifyError as error:
             if not of_user:
                 raise
-            requirement = _INVARIANTS.get(invariant, "its ops are legal")
-            fix = f"mend the pass {stage!r}: what runs after it requires that {requirement}"
+            fix = f"mend the pass {stage!r}: what runs after it requires that {requirement_of(invariant)}"
             raise error.with_fix(fix) from None
 
 
@@ -213,7 +212,7 @@ def _shown(layouts: tuple[Layout, ...]) -> str:
 
 
 def check_waits(subject: Subject) -> Broken:
-    """Checks that no op computes between a wait and its first use; yields each wait that is too early, with the reason.
+    """Check that no op computes between a wait and its first use. Yield each wait that is too early, with the reason.
 
     A collective whose result only leaves the graph has to be waited for after the start of another one, or after all
     compute.
@@ -244,9 +243,6 @@ def check_waits(subject: Subject) -> Broken:
                 wait,
                 f"it is waited for in front of {grammar.name_text(ir.info(blocking).name)}, which does not need it",
             )
-
-
-_INVARIANTS = {**INVARIANTS, check_waits: "no op computes between a wait and its first use"}
 
 
 def _computes(node: fx.Node) -> bool:

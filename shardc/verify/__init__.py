@@ -44,29 +44,14 @@ SPECS: dict[str, tuple[Check, ...]] = {
     **dict.fromkeys(("collectives", "keep_part"), STEPS),
     **dict.fromkeys(("localize", "offload", "hoist_grad_epilogue", "chunk_loss", "decompose", "partition"), LOCAL),
 }
-# What each check requires of a graph, for errors; without an entry, that its ops are legal.
-INVARIANTS: dict[Check, str] = {
-    structure.records: "every node has a record (`Info`)",
-    structure.order: "placeholders come first, operands before their users, and the output last",
-    structure.types: "records agree with the fake values that capture or a pass left on nodes",
-    structure.results: "each ``getitem`` has the type of the result that it selects, and that this result exists",
-    layouts.pins: "placeholders have a usable layout",
-    layouts.present: "every tensor has a layout",
-    layouts.shapes: "layouts are on the mesh of the graph and have the global shapes of their values",
-    layouts.decisions: "the layouts that an op needs of its operands give those of its results",
-    layouts.agreement: "the layouts of an op's operands give those of its results",
-    layouts.moves: "data-movement ops keep the value and change only what their kind allows",
-    layouts.results: "outputs have the layout that the caller expects",
-    local_graph.local_shapes: "shapes are local",
-    local_graph.host_memory: "only moves between host and device access host memory",
-    local_graph.groups: "every collective is over a process group of the mesh",
-    local_graph.waits: "every collective, and every move between host and device, is waited for",
-    halves.read: "every result of a collective has a path of uses to an output",
-    halves.once: "no two collectives have the same kind, operand, group and reduction",
-    halves.slots: "results that are live at the same time share no memory of the arena",
-}
 # Passes that only move data: they change no computed value.
 MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
+
+
+def requirement_of(check: Check) -> str:
+    """Return what ``check`` requires of a graph, as text for errors: what its docstring says after "Check that"."""
+    first_sentence, _, _ = " ".join((check.__doc__ or "").split()).partition(". ")
+    return first_sentence.removeprefix("Check that ").removesuffix(".")
 
 
 def verify(

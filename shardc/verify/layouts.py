@@ -48,18 +48,14 @@ def shapes(subject: Subject) -> Broken:
 
 
 def decisions(subject: Subject) -> Broken:
-    """Check each op against its rule: the operand layouts recorded for it (`Info.needs`) must give exactly the layouts
-    of its results.
-    """
+    """Check that the layouts that an op needs of its operands (`Info.needs`) give those of its results, by its rule."""
     for node in _computing(subject):
         if (reason := subject.disagreement(node, info(node).needs)) is not None:
             yield node, reason
 
 
 def agreement(subject: Subject) -> Broken:
-    """Check each op against its rule: the layouts of its operands must give exactly the layouts of its results. Else a
-    reshard is missing.
-    """
+    """Check that the layouts of an op's operands give those of its results, by its rule. Else a reshard is missing."""
     for node in _computing(subject):
         if (reason := subject.disagreement(node, None)) is not None:
             yield node, reason
@@ -127,10 +123,10 @@ def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def results(subject: Subject) -> Broken:
-    """Check the layouts of outputs: each has the layout in its role. If the role has none, gradients and updated
-    buffers have the layout of the stored tensor.
+    """Check that outputs have the layout that the caller expects.
 
-    An output without a layout in its role has no pending reduction.
+    - An output has the layout in its role.
+    - Without one, a gradient or updated buffer has the layout of the stored tensor, and no output a pending reduction.
     """
     last = subject.nodes[-1]
     for role, node in outputs(subject.gm.graph):

@@ -63,8 +63,8 @@ def order(subject: Subject) -> Broken:
 
 
 def types(subject: Subject) -> Broken:
-    """Check that the type recorded for each node agrees with the fake value (``meta["val"]``) that capture or a pass
-    left on it.
+    """Check that the type recorded for each node agrees with its fake value (``meta["val"]``), left by capture or a
+    pass.
 
     - A record is a tuple exactly if the fake value is one.
     - Dtype and shape of each tensor are those of its fake value.
@@ -106,6 +106,7 @@ def legal(*allowed: Callable[..., object], collectives: bool = False) -> Check:
     """
 
     def legal(subject: Subject) -> Broken:
+        """Check that its ops are legal."""
         for node in subject.calls:
             if node.target is operator.getitem or node.target in allowed:
                 continue
