@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -30,9 +30,8 @@ def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
     """Return, for each operand of a collective over ``ranks`` ranks, (dtype, bytes) of what a rank sends of it to one
     peer.
     """
-    operands = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     parts = ranks if comm_volume.collective_kind(node) == "reduce_scatter" else 1
-    return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, cast(list[fx.Node], operands))]
+    return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, comm_volume.sent_tensors(node))]
 
 
 class Packing(NamedTuple):

@@ -169,7 +169,7 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
     """Return the bytes that each of ``ranks`` ranks sends for ``node``, a collective of ``kind``."""
     rows = None if node.target in ops.COLLECTIVES else arguments_of(node).get("rows")
     total = 0
-    for x in _operands(node):
+    for x in sent_tensors(node):
         local_elements, shape = _local_elements(x), value(x).shape
         if rows is not None and rows < shape[0]:  # there is room for more than there are
             local_elements = rows * prod(shape[1:])
@@ -177,10 +177,10 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
     return total
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def sent_tensors(node: fx.Node) -> list[fx.Node]:
     """Return the tensors that a collective sends: one, or several for a coalesced collective."""
-    moved = node.args[0]
-    return list(moved) if isinstance(moved, list | tuple) else [moved]
+    sent = node.args[0]
+    return list(sent) if isinstance(sent, list | tuple) else [sent]
 
 
 def _local_elements(node: fx.Node) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -224,8 +224,7 @@ def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
     kind = comm_volume.collective_kind(node)
     axes, ranks = comm_volume.group_of(node, mesh)
     assert kind is not None, f"{node} is no collective"
-    operands: Any = node.args[0]
-    values = [ir.value(x) for x in (operands if isinstance(operands, list | tuple) else [operands])]
+    values = [ir.value(x) for x in comm_volume.sent_tensors(node)]
     rows = rows_of(node, ranks)
     return _Moved(
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),

@@ -11,7 +11,7 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
-from shardc.ir.comm_volume import arguments_of, collective_kind
+from shardc.ir.comm_volume import arguments_of, collective_kind, sent_tensors
 from shardc.ir.graph import info, output_node, outputs
 from shardc.ir.op_traits import RESHAPES, is_view, may_share_memory
 from shardc.ir.repeat import Segment
@@ -190,10 +190,9 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, tuple[tuple[str, str], ...]]]:
     """
     if collective_kind(node) is None:
         return []
-    arguments = arguments_of(node)
-    (first, values), *rest = arguments.items()
+    _, *rest = arguments_of(node).items()
     attributes = tuple((name, repr(argument)) for name, argument in rest if name != "slots")
-    return [(value, attributes) for value in (values if isinstance(values, list | tuple) else [values])]
+    return [(x, attributes) for x in sent_tensors(node)]
 
 
 def _brought(x: fx.Node) -> fx.Node:
