@@ -159,8 +159,8 @@ def uses_of(source: str) -> Uses:
         if line.startswith("return"):
             returned = split_top(line.removeprefix("return").strip().removeprefix("(").removesuffix(")"))
             results = [_behind(behind, result) for result in returned if result]
-        for slots in behind.values():
-            _extend(spans, slots, at)
+        for memory in behind.values():
+            _extend(spans, memory, at)
         for variable in _DELETED.findall(line):
             behind.pop(variable, None)
     count = sum(slot < 0 for slot in spans)
