@@ -125,48 +125,76 @@ def uses_of(source: str) -> Uses:
     A result is in use until the last name for its memory is deleted. Inductor fuses ops and reuses memory (``buf9 =
     buf8; del buf8  # reuse``), so lifetimes differ from the graph's.
     """
-    spans: dict[int, tuple[int, int]] = {}
-    behind: dict[str, set[int]] = {}  # variable -> the slots and arguments that may hold its value
-    made_by: dict[str, list[int]] = {}  # variable with a collective's list of results -> all of its slots
-    # Slot of a result -> memory in use until the wait: its collective's slots without a variable, and its operands.
-    unnamed: dict[int, set[int]] = {}
-    results: list[set[int]] = []
-    waits: dict[int, int] = {}
-    body = _body(source)
+    reader, body = _LineReader(), _body(source)
     for at, line in enumerate(body):
-        assigned, started = _ASSIGNED.match(line), _SLOTS.search(line)
-        name, value = (assigned[1], assigned[2].strip()) if assigned else ("", "")
-        if line.endswith(" = args"):
-            for number, argument in enumerate(re.findall(r"\w+", line.removesuffix(" = args"))):
-                behind[argument] = {-1 - number}
-        if started:
-            made_by[name] = [int(k) for k in started[1].split(",")]
-            unnamed[made_by[name][0]] = {*made_by[name], *_behind(behind, value)}
-            spans.update({slot: (at, at) for slot in made_by[name]})
-        elif (item := _ITEM.match(value)) and item[1] in made_by:
-            slots = made_by[item[1]]
-            slot = slots[int(item[2])] if int(item[2]) < len(slots) else slots[0]
-            behind[name] = {slot}
-            unnamed[slot] = unnamed[slots[0]]
-            unnamed[slot].discard(slot)
-        elif assigned and not any(word in value for word in _MAKES):
-            behind[name] = _behind(behind, value)
-        if "wait_tensor.default(" in line:
-            for slot in _behind(behind, line):
-                waits.update({-1 - slot: at} if slot < 0 else {})
-                _extend(spans, unnamed.get(slot, ()), at)
-                unnamed.get(slot, set()).clear()
-        if line.startswith("return"):
-            returned = split_top(line.removeprefix("return").strip().removeprefix("(").removesuffix(")"))
-            results = [_behind(behind, result) for result in returned if result]
-        for memory in behind.values():
-            _extend(spans, memory, at)
-        for variable in _DELETED.findall(line):
-            behind.pop(variable, None)
+        reader.read(at, line)
+    spans, unnamed = reader.spans, reader.unnamed
     count = sum(slot < 0 for slot in spans)
     argument_ends = [spans.pop(-1 - number)[1] for number in range(count)]
-    wires = [set().union(*(unnamed.get(slot, set()) for slot in result)) for result in results]
-    return Uses(spans, argument_ends, results, waits, wires, len(body))
+    wires = [set().union(*(unnamed.get(slot, set()) for slot in result)) for result in reader.results]
+    return Uses(spans, argument_ends, reader.results, reader.waits, wires, len(body))
+
+
+class _LineReader:
+    """Reads generated code line by line, and records which memory each variable may use, and until when. Slot -1 - k is
+    the memory of argument k.
+
+    Attributes:
+        spans, results, waits: as in `Uses`, arguments among the slots.
+        behind: variable -> the slots that may hold its value.
+        slots_of: variable with a collective's list of results -> all slots of the collective.
+        unnamed: slot of a result -> memory in use until the wait: its collective's slots without a variable, and its
+            operands.
+    """
+
+    def __init__(self) -> None:
+        self.spans: dict[int, tuple[int, int]] = {}
+        self.results: list[set[int]] = []
+        self.waits: dict[int, int] = {}
+        self.behind: dict[str, set[int]] = {}
+        self.slots_of: dict[str, list[int]] = {}
+        self.unnamed: dict[int, set[int]] = {}
+
+    def read(self, at: int, line: str) -> None:
+        """Read the line with number ``at``."""
+        if line.endswith(" = args"):
+            arguments = re.findall(r"\w+", line.removesuffix(" = args"))
+            self.behind |= {argument: {-1 - number} for number, argument in enumerate(arguments)}
+        assigned = _ASSIGNED.match(line)
+        name, value = (assigned[1], assigned[2].strip()) if assigned else ("", "")
+        if started := _SLOTS.search(line):
+            self.slots_of[name] = slots = [int(number) for number in started[1].split(",")]
+            self.unnamed[slots[0]] = {*slots, *self._memory_of(value)}
+            self.spans.update({slot: (at, at) for slot in slots})
+        elif assigned:
+            self._assign(name, value)
+        if "wait_tensor.default(" in line:
+            for slot in self._memory_of(line):
+                self.waits.update({-1 - slot: at} if slot < 0 else {})
+                _extend(self.spans, self.unnamed.get(slot, ()), at)
+                self.unnamed.get(slot, set()).clear()
+        if line.startswith("return"):
+            returned = split_top(line.removeprefix("return").strip().removeprefix("(").removesuffix(")"))
+            self.results = [self._memory_of(result) for result in returned if result]
+        for memory in self.behind.values():
+            _extend(self.spans, memory, at)
+        for variable in _DELETED.findall(line):
+            self.behind.pop(variable, None)
+
+    def _assign(self, name: str, value: str) -> None:
+        """Record that the variable ``name`` has the value of the expression ``value``, which starts no collective."""
+        item = _ITEM.match(value)
+        if item and (slots := self.slots_of.get(item[1])):  # a result of a collective
+            slot = slots[int(item[2])] if int(item[2]) < len(slots) else slots[0]
+            self.behind[name] = {slot}
+            self.unnamed[slot] = self.unnamed[slots[0]]
+            self.unnamed[slot].discard(slot)
+        elif not any(word in value for word in _MAKES):
+            self.behind[name] = self._memory_of(value)
+
+    def _memory_of(self, text: str) -> set[int]:
+        """Return the slots whose memory the variables named in ``text`` may use."""
+        return {slot for name in re.findall(r"\w+", text) for slot in self.behind.get(name, ())}
 
 
 def joined(
@@ -207,13 +235,6 @@ def _extend(spans: dict[int, tuple[int, int]], slots: Iterable[int], at: int) ->
     for slot in slots:
         first, last = spans.get(slot, (0, 0))
         spans[slot] = first, max(last, at)
-
-
-def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """Return the numbers of the arena slots whose memory the variables named in ``text`` may use; -1 - k stands for the
-    memory of argument k. ``behind`` maps a variable to its slots.
-    """
-    return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 
 
 def _body(source: str) -> list[str]:
