@@ -14,7 +14,7 @@ from torch import fx
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, is_tensor, update, value
-from shardc.ir.op_traits import CAST, RESHAPES, is_pointwise
+from shardc.ir.op_traits import CAST, RESHAPES, TRANSPOSES, is_pointwise
 from shardc.ir.rewriter import GraphRewriter
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ _ALONG = {
     aten._softmax.default, aten._log_softmax.default,
 }  # fmt: skip
 # Ops of which each element of the result depends on one element of the operand.
-_BY_ELEMENT = {aten.expand.default, CAST, aten.clone.default}
+_BY_ELEMENT = {aten.expand.default, CAST, aten.clone.default, WAIT}
 _CHECKS = "shardc_checks"  # namespace of ops that return their operand
 
 
@@ -86,33 +86,16 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
     if node.op != "call_function" or not reads or not all(map(is_tensor, (node, *reads))):
         return None
     target, shape, first = node.target, value(node).shape, reads[0]
-    source_shape = value(first).shape
-    kind = collective_kind(node)
-    if kind is not None:
-        ranks = arguments_of(node).get("group_size", 1) if cut.dim == 0 else 1
-        if kind == "all_gather":
-            outer, rest = divmod(cut.outer, ranks)  # what is gathered has no ranks
-            return None if rest else {first: replace(cut, outer=outer)}
-        if kind == "reduce_scatter":
-            return {first: replace(cut, outer=cut.outer * ranks)}
-        return {first: cut} if kind == "all_reduce" else None
-    if target is WAIT:
-        return {first: cut}
-    if target in _VIEWS:
-        seen = viewed(cut, shape, source_shape)
-        return None if seen is None else {first: seen}
+    if collective_kind(node) is not None:
+        return _of_collective(node, cut)
     if target in PRODUCTS:
         return _of_product(node, cut)
-    if target is aten.permute.default:
-        return {first: replace(cut, dim=node.args[1][cut.dim] % len(source_shape))}
-    if target in (aten.t.default, aten.transpose.int):
-        swapped = [dim % len(source_shape) for dim in node.args[1:]] or [0, len(source_shape) - 1]
-        return {first: replace(cut, dim=sum(swapped) - cut.dim if cut.dim in swapped else cut.dim)}
-    if target in _SUMS:
-        gone = {dim % len(source_shape) for dim in node.args[1] or range(len(source_shape))}
-        keepdim = len(source_shape) == len(shape)
-        dim = cut.dim if keepdim else [dim for dim in range(len(source_shape)) if dim not in gone][cut.dim]
-        return None if dim in gone else {first: replace(cut, dim=dim)}
+    if target in _VIEWS:
+        seen = viewed(cut, shape, value(first).shape)
+        return None if seen is None else {first: seen}
+    if target in TRANSPOSES | _SUMS:
+        dim = _dim_of_operand(node, cut.dim)
+        return None if dim is None else {first: replace(cut, dim=dim)}
     if target in _ALONG:
         same_rank = [x for x in reads if len(value(x).shape) == len(shape)]
         if node.args[1] % len(shape) == cut.dim or any(value(x).shape[cut.dim] != shape[cut.dim] for x in same_rank):
@@ -121,6 +104,35 @@ def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
     if target in _BY_ELEMENT or getattr(target, "namespace", "") == _CHECKS or is_pointwise(target):
         return {x: _broadcast(cut, value(x).shape, shape) for x in reads}
     return None
+
+
+def _of_collective(node: fx.Node, cut: ChunkSpec) -> Operands | None:
+    """Return operand -> its `ChunkSpec` for a collective whose result is chunked by ``cut``; see `operands`."""
+    kind, x = collective_kind(node), node.all_input_nodes[0]
+    ranks = arguments_of(node).get("group_size", 1) if cut.dim == 0 else 1
+    if kind == "all_gather":
+        outer, rest = divmod(cut.outer, ranks)  # what is gathered has no ranks
+        return None if rest else {x: replace(cut, outer=outer)}
+    if kind == "reduce_scatter":
+        return {x: replace(cut, outer=cut.outer * ranks)}
+    return {x: cut} if kind == "all_reduce" else None
+
+
+def _dim_of_operand(node: fx.Node, dim: int) -> int | None:
+    """Return the dim of the operand of a transpose or reduction that is ``dim`` of its result; None if it is
+    reduced.
+    """
+    rank = len(value(node.all_input_nodes[0]).shape)
+    if node.target is aten.permute.default:
+        permuted: int = node.args[1][dim] % rank
+        return permuted
+    if node.target in TRANSPOSES:
+        swapped = [dim % rank for dim in node.args[1:]] or [0, rank - 1]
+        return sum(swapped) - dim if dim in swapped else dim
+    reduced = {dim % rank for dim in node.args[1] or range(rank)}
+    if rank == len(value(node).shape):  # reduced dims are kept, with size 1
+        return None if dim in reduced else dim
+    return [dim for dim in range(rank) if dim not in reduced][dim]
 
 
 def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
