@@ -10,17 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardc.custom_ops.op_library import OpLibrary
+
 aten = torch.ops.aten
-_library = torch.library.Library("shardc_attention", "DEF")
 # keys: number of keys before the padding. axis, method: axes, each with its method of `shardc.cp`. around: if an axis
 # splits queries and keys, the keys pass round a ring of its ranks; else they are gathered. later: on one rank only.
 _HOW = "bool causal, float scale, int keys, str axis='', str method='', bool around=False, Tensor? later=None"
-_library.define(f"call(Tensor query, Tensor key, Tensor value, Tensor? bias, {_HOW}) -> (Tensor, Tensor)")
-_library.define(
-    "gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor? bias, "
-    f"{_HOW}) -> (Tensor, Tensor, Tensor)"
-)
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -220,7 +215,13 @@ def _fake_gradient(
     return dq, dk, dv
 
 
-for _name, _function, _fake in (("call", call, _fake_call), ("gradient", gradient, _fake_gradient)):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardc_attention::{_name}", _fake, lib=_library)
-CALL, GRADIENT = torch.ops.shardc_attention.call.default, torch.ops.shardc_attention.gradient.default
+_library = OpLibrary("shardc_attention")
+CALL = _library.define(
+    f"call(Tensor query, Tensor key, Tensor value, Tensor? bias, {_HOW}) -> (Tensor, Tensor)", call, _fake_call
+)
+GRADIENT = _library.define(
+    "gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor? bias, "
+    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+    gradient,
+    _fake_gradient,
+)

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 
 from shardc.custom_ops.expert_ops import sort
+from shardc.custom_ops.op_library import OpLibrary
 from shardc.errors import InputError
-
-_library = torch.library.Library("shardc_experts", "FRAGMENT")
-_library.define("enter(Tensor[] tensors, Tensor index) -> Tensor[]")
-_library.define("enter_grad(Tensor[] grads, Tensor index, int[] sizes) -> Tensor[]")
-_library.define("exit(Tensor rows, Tensor index) -> Tensor")
-_library.define("exit_grad(Tensor grad, Tensor index) -> Tensor")
 
 
 def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
@@ -57,7 +52,7 @@ def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor |
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
     ]
-    results = torch.ops.shardc_experts.enter_grad(whole, ctx.saved_tensors[0], ctx.sizes)
+    results = ENTER_GRAD(whole, ctx.saved_tensors[0], ctx.sizes)
     # A tensor that no expert reads has no gradient: optimizers treat None and zeros differently.
     return [None if grad is None else result for grad, result in zip(grads, results, strict=True)], None
 
@@ -67,23 +62,17 @@ def _copy(x: Tensor, index: Tensor) -> Tensor:
     return x.clone()
 
 
-_library.impl("enter", _enter, "CompositeExplicitAutograd")
-_library.impl("enter_grad", _enter_grad, "CompositeExplicitAutograd")
-_library.impl("exit", _copy, "CompositeExplicitAutograd")
-_library.impl("exit_grad", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_experts::enter", _enter, lib=_library)
-torch.library.register_fake("shardc_experts::enter_grad", _enter_grad, lib=_library)
-torch.library.register_fake("shardc_experts::exit", _copy, lib=_library)
-torch.library.register_fake("shardc_experts::exit_grad", _copy, lib=_library)
-torch.library.register_autograd("shardc_experts::enter", _enter_backward, setup_context=_enter_setup, lib=_library)
+_library = OpLibrary("shardc_experts")
+ENTER = _library.define("enter(Tensor[] tensors, Tensor index) -> Tensor[]", _enter)
+ENTER_GRAD = _library.define("enter_grad(Tensor[] grads, Tensor index, int[] sizes) -> Tensor[]", _enter_grad)
+EXIT = _library.define("exit(Tensor rows, Tensor index) -> Tensor", _copy)
+EXIT_GRAD = _library.define("exit_grad(Tensor grad, Tensor index) -> Tensor", _copy)
+torch.library.register_autograd(ENTER, _enter_backward, setup_context=_enter_setup)
 torch.library.register_autograd(
-    "shardc_experts::exit",
-    lambda ctx, grad: (torch.ops.shardc_experts.exit_grad(grad, ctx.saved_tensors[0]), None),
+    EXIT,
+    lambda ctx, grad: (EXIT_GRAD(grad, ctx.saved_tensors[0]), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-    lib=_library,
 )
-ENTER, ENTER_GRAD = torch.ops.shardc_experts.enter.default, torch.ops.shardc_experts.enter_grad.default
-EXIT, EXIT_GRAD = torch.ops.shardc_experts.exit.default, torch.ops.shardc_experts.exit_grad.default
 
 
 # --- functions of one expert

@@ -17,31 +17,8 @@ from torch import Tensor, fx
 from shardc._compat import OpOverload
 from shardc.custom_ops.expert_functions import body_of
 from shardc.custom_ops.grouped import suits
+from shardc.custom_ops.op_library import OpLibrary
 from shardc.ir.graph import info
-
-_library = torch.library.Library("shardc_experts", "DEF")
-
-# --- the ops of a graph
-
-_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, int chunks, str held"
-_library.define(f"call({_MANY}) -> Tensor")
-_library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]")
-_library.define(
-    "run(Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, int expected, bool waits, str body)"
-    " -> Tensor[]"
-)
-_library.define(
-    "run_gradient(Tensor grad, Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, Tensor[] saved, "
-    "int expected, bool waits, str body) -> Tensor[]"
-)
-
-
-_library.define("noted(Tensor index, int experts, str over) -> Tensor")
-_library.define("order(Tensor key, int count) -> Tensor[]")
-_library.define("counts(Tensor ends) -> Tensor")
-_library.define("blocks(Tensor order, Tensor back, Tensor ends, int ranks, int rows) -> Tensor[]")
-_library.define("within(Tensor most, int rows, int ranks, ScalarType dtype) -> Tensor")
-_library.define("arrived(Tensor came, int ranks, int rows, bool blocks) -> Tensor[]")
 
 
 @dataclass(frozen=True)
@@ -367,23 +344,30 @@ def _fake_run_gradient(
     return [torch.empty_like(x), torch.empty_like(scale), *map(torch.empty_like, params)]
 
 
-for _name, _function, _fake in (
-    ("call", _call, _fake_call),
-    ("gradient", _gradient, _fake_gradient),
-    ("run", _run, _fake_run),
-    ("run_gradient", _run_gradient, _fake_run_gradient),
-    ("noted", _note, lambda index, experts, over: torch.empty_like(index)),
-    ("order", _order, _fake_order),
-    ("arrived", _arrived, _fake_arrived),
-    ("counts", _counts, torch.empty_like),
-    ("blocks", _blocks, _fake_blocks),
-    ("within", _within, lambda most, rows, ranks, dtype: most.new_empty(1, dtype=dtype)),
-):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardc_experts::{_name}", _fake, lib=_library)
-CALL, GRADIENT = torch.ops.shardc_experts.call.default, torch.ops.shardc_experts.gradient.default
-NOTED, ORDER, COUNTS, ARRIVED, BLOCKS, WITHIN = (
-    getattr(torch.ops.shardc_experts, name).default
-    for name in ("noted", "order", "counts", "arrived", "blocks", "within")
+# --- the ops
+
+_library = OpLibrary("shardc_experts")
+_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, int chunks, str held"
+_SORTED = "Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params"
+CALL = _library.define(f"call({_MANY}) -> Tensor", _call, _fake_call)
+GRADIENT = _library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]", _gradient, _fake_gradient)
+RUN = _library.define(f"run({_SORTED}, int expected, bool waits, str body) -> Tensor[]", _run, _fake_run)
+RUN_GRADIENT = _library.define(
+    f"run_gradient(Tensor grad, {_SORTED}, Tensor[] saved, int expected, bool waits, str body) -> Tensor[]",
+    _run_gradient,
+    _fake_run_gradient,
 )
-RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default
+NOTED = _library.define(
+    "noted(Tensor index, int experts, str over) -> Tensor", _note, lambda index, experts, over: torch.empty_like(index)
+)
+ORDER = _library.define("order(Tensor key, int count) -> Tensor[]", _order, _fake_order)
+COUNTS = _library.define("counts(Tensor ends) -> Tensor", _counts, torch.empty_like)
+BLOCKS = _library.define(
+    "blocks(Tensor order, Tensor back, Tensor ends, int ranks, int rows) -> Tensor[]", _blocks, _fake_blocks
+)
+WITHIN = _library.define(
+    "within(Tensor most, int rows, int ranks, ScalarType dtype) -> Tensor",
+    _within,
+    lambda most, rows, ranks, dtype: most.new_empty(1, dtype=dtype),
+)
+ARRIVED = _library.define("arrived(Tensor came, int ranks, int rows, bool blocks) -> Tensor[]", _arrived, _fake_arrived)

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from shardc._compat import differentiable
 from shardc.custom_ops.attention_ops import _fake_call, _fake_gradient
 from shardc.custom_ops.function_ops import Function, function_of
+from shardc.custom_ops.op_library import OpLibrary
 
 KIND = "flex"
 _ALL = 2  # in `flex_visible`: all queries of the block see the key
@@ -99,26 +100,13 @@ def _by_place(captured: fx.Node, local_places: Sequence[fx.Node]) -> dict[int, s
     return places
 
 
-_library = torch.library.Library("shardc_attention", "FRAGMENT")
 # body: name of the functions. keys: number of keys before the padding. axis, method, around: as those of `call`.
 # rows, columns, batches, heads: global positions; None for 0, 1, 2, ... visible: the result of `flex_visible`, or of
 # `flex_tables`. All of these on one rank only.
+_POSITIONS = "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None"
 _HOW = (
     "Tensor[] captured, str body, float scale, int keys, str axis='', str method='', bool around=False, "
-    "Tensor? rows=None, Tensor? columns=None, Tensor? batches=None, Tensor? heads=None, Tensor[]? visible=None"
-)
-_library.define(f"flex(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
-_library.define(
-    "flex_gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
-    f"Tensor? grad_logsumexp, int[] wanted, {_HOW}) -> Tensor[]"
-)
-_library.define(
-    "flex_visible(Tensor[] captured, str body, SymInt[] size, int keys, Tensor? rows=None, Tensor? columns=None, "
-    "Tensor? batches=None, Tensor? heads=None) -> Tensor[]"
-)
-_library.define(
-    "flex_tables(Tensor[] captured, str body, SymInt[] size, int keys, Device device, Tensor? rows=None, "
-    "Tensor? columns=None, Tensor? batches=None, Tensor? heads=None) -> Tensor[]"
+    f"{_POSITIONS}, Tensor[]? visible=None"
 )
 
 
@@ -538,18 +526,24 @@ def _fake_tables(
     return [torch.empty(batch, 1, *shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
-_FORMS = (
-    ("flex", flex, _fake),
-    ("flex_gradient", flex_gradient, _fake_flex_gradient),
-    ("flex_visible", flex_visible, _fake_visible),
-    ("flex_tables", flex_tables, _fake_tables),
+_library = OpLibrary("shardc_attention")
+FLEX = _library.define(f"flex(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)", flex, _fake)
+FLEX_GRADIENT = _library.define(
+    "flex_gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"Tensor? grad_logsumexp, int[] wanted, {_HOW}) -> Tensor[]",
+    flex_gradient,
+    _fake_flex_gradient,
 )
-for _name, _function, _of_shapes in _FORMS:
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardc_attention::{_name}", _of_shapes, lib=_library)
-FLEX, FLEX_GRADIENT = torch.ops.shardc_attention.flex.default, torch.ops.shardc_attention.flex_gradient.default
-FLEX_VISIBLE = torch.ops.shardc_attention.flex_visible.default
-FLEX_TABLES = torch.ops.shardc_attention.flex_tables.default
+FLEX_VISIBLE = _library.define(
+    f"flex_visible(Tensor[] captured, str body, SymInt[] size, int keys, {_POSITIONS}) -> Tensor[]",
+    flex_visible,
+    _fake_visible,
+)
+FLEX_TABLES = _library.define(
+    f"flex_tables(Tensor[] captured, str body, SymInt[] size, int keys, Device device, {_POSITIONS}) -> Tensor[]",
+    flex_tables,
+    _fake_tables,
+)
 
 
 @lru_cache(maxsize=1024)

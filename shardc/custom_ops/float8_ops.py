@@ -21,16 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from shardc.custom_ops.op_library import OpLibrary
 from shardc.ir.op_traits import communicates, is_view
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("shardc_float8", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_library.define("quantise(Tensor x, Tensor amax, ScalarType dtype) -> Tensor", tags=(*_tags, torch.Tag.pointwise))
-_library.define(
-    "mm(Tensor a, Tensor b, Tensor amax_a, Tensor amax_b, ScalarType dtype) -> Tensor", tags=_tags
-)  # amax_a is [], [rows of a, 1] or [rows of a, blocks, 1]; amax_b is [], [1, columns of b] or [blocks, 1, columns]
 
 _LEAST = 1e-12  # of amax, so that scales are finite
 _MANTISSA, _BIAS = 23, 127  # bits of a float32's mantissa; bias of its exponent
@@ -78,7 +72,8 @@ def dim_of_blocks(x: Sequence[int], amax: Sequence[int]) -> int:
 
 def multiply(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix product of two float8 operands, divided by their scales, in ``dtype``. The scales follow from
-    the maxima ``amax_a`` and ``amax_b`` (`scale_of`).
+    the maxima (`scale_of`) ``amax_a``, of shape [], [rows of a, 1] or [rows of a, blocks, 1], and ``amax_b``, of shape
+    [], [1, columns of b] or [blocks, 1, columns of b].
     """
     inverse_a, inverse_b = scale_of(amax_a, a.dtype).reciprocal(), scale_of(amax_b, b.dtype).reciprocal()
     blocks = amax_a.ndim == 3
@@ -123,12 +118,19 @@ def _fake_mm(a: Tensor, b: Tensor, amax_a: Tensor, amax_b: Tensor, dtype: torch.
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-_library.impl("quantise", quantise, "CompositeExplicitAutograd")
-_library.impl("mm", multiply, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_float8::quantise", _fake_quantise, lib=_library)
-torch.library.register_fake("shardc_float8::mm", _fake_mm, lib=_library)
-QUANTISE = torch.ops.shardc_float8.quantise.default
-MM = torch.ops.shardc_float8.mm.default
+_library = OpLibrary("shardc_float8")
+QUANTISE = _library.define(
+    "quantise(Tensor x, Tensor amax, ScalarType dtype) -> Tensor",
+    quantise,
+    _fake_quantise,
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise),
+)
+MM = _library.define(
+    "mm(Tensor a, Tensor b, Tensor amax_a, Tensor amax_b, ScalarType dtype) -> Tensor",
+    multiply,
+    _fake_mm,
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 WRITTEN_OUT = {QUANTISE: quantise, MM: multiply}  # in torch's ops, which Inductor fuses
 
 

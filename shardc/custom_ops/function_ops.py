@@ -20,9 +20,8 @@ from torch import Tensor, fx
 
 from shardc._compat import is_fake
 from shardc.custom_ops.expert_functions import graph_from_json, graph_to_json
+from shardc.custom_ops.op_library import OpLibrary
 from shardc.errors import InputError, RuleError, TextError
-
-NAMESPACE = "shardc_function"
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,15 +231,13 @@ def _no_gradient(grads: list[Tensor], like: list[Tensor], results: list[Tensor])
     )
 
 
-_library = torch.library.Library(NAMESPACE, "DEF")
-_library.define("no_gradient(Tensor[] grads, Tensor[] like, Tensor[] results) -> Tensor[]")
-_library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::no_gradient", _no_gradient, lib=_library)
-NO_GRADIENT = torch.ops.shardc_function.no_gradient.default
-_KERNELS = {"cond": _cond, "scan": _scan, "while_loop": _while_loop, "loop_gradient": _loop_gradient}
-for _kind, _kernel in _KERNELS.items():
-    _more = ", bool reverse=False, Tensor? steps=None" if _kind == "scan" else ""
-    _library.define(f"{_kind}(Tensor[] operands, str body{_more}) -> Tensor[]")
-    _library.impl(_kind, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_kind}", _kernel, lib=_library)
-OPS = {kind: getattr(torch.ops.shardc_function, kind).default for kind in _KERNELS}
+_library = OpLibrary("shardc_function")
+NO_GRADIENT = _library.define("no_gradient(Tensor[] grads, Tensor[] like, Tensor[] results) -> Tensor[]", _no_gradient)
+OPS = {
+    "cond": _library.define("cond(Tensor[] operands, str body) -> Tensor[]", _cond),
+    "scan": _library.define(
+        "scan(Tensor[] operands, str body, bool reverse=False, Tensor? steps=None) -> Tensor[]", _scan
+    ),
+    "while_loop": _library.define("while_loop(Tensor[] operands, str body) -> Tensor[]", _while_loop),
+    "loop_gradient": _library.define("loop_gradient(Tensor[] operands, str body) -> Tensor[]", _loop_gradient),
+}

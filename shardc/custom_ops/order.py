@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("shardc_order", "DEF")
-_library.define("after(Tensor x, Tensor[] done) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-AFTER = torch.ops.shardc_order.after.default
+from shardc.custom_ops.op_library import OpLibrary
 
 
 def _after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
@@ -23,9 +20,5 @@ def _after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _fake(x: Tensor, done: Sequence[Tensor]) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_library.impl("after", _after, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_order::after", _fake, lib=_library)
+_library = OpLibrary("shardc_order")
+AFTER = _library.define("after(Tensor x, Tensor[] done) -> Tensor", _after, tags=(torch.Tag.pt2_compliant_tag,))

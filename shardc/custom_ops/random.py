@@ -18,6 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shardc.custom_ops.op_library import OpLibrary
+
 aten = torch.ops.aten
 
 WORD = 0xFFFFFFFF
@@ -25,13 +27,6 @@ WORD = 0xFFFFFFFF
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 T = TypeVar("T")  # a tensor, or what stands for it in a graph
-
-_library = torch.library.Library("shardc_random", "DEF")
-_library.define("key(*, Device device) -> Tensor")
-_library.define(
-    "uniform(Tensor key, int stream, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -116,7 +111,11 @@ def _fake_uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch
     return torch.empty(size, dtype=dtype, device=device)
 
 
-_library.impl("key", draw_key, "CompositeExplicitAutograd")
-_library.impl("uniform", uniform, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_random::key", _fake_key, lib=_library)
-torch.library.register_fake("shardc_random::uniform", _fake_uniform, lib=_library)
+_library = OpLibrary("shardc_random")
+_library.define("key(*, Device device) -> Tensor", draw_key, _fake_key)
+_library.define(
+    "uniform(Tensor key, int stream, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
+    uniform,
+    _fake_uniform,
+    tags=(torch.Tag.pt2_compliant_tag,),
+)

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("shardc_recurrent", "DEF")
-_library.define("steps(Tensor gates, Tensor state, Tensor weight, str cell) -> (Tensor, Tensor)")
-_library.define(
-    "steps_backward(Tensor grad, Tensor state, Tensor weight, Tensor states, Tensor kept, str cell) -> (Tensor, Tensor)"
-)
+from shardc.custom_ops.op_library import OpLibrary
 
 
 def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Tensor, Tensor]:
@@ -113,10 +109,14 @@ def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor, Tensor, Tensor
     return gates, first, of_state.flatten(0, 1).t() @ before.flatten(0, 1), None
 
 
-_library.impl("steps", _steps, "CompositeExplicitAutograd")
-_library.impl("steps_backward", _steps_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_recurrent::steps", _fake_steps, lib=_library)
-torch.library.register_fake("shardc_recurrent::steps_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("shardc_recurrent::steps", _backward, setup_context=_setup, lib=_library)
-STEPS = torch.ops.shardc_recurrent.steps.default
-STEPS_BACKWARD = torch.ops.shardc_recurrent.steps_backward.default
+_library = OpLibrary("shardc_recurrent")
+STEPS = _library.define(
+    "steps(Tensor gates, Tensor state, Tensor weight, str cell) -> (Tensor, Tensor)", _steps, _fake_steps
+)
+STEPS_BACKWARD = _library.define(
+    "steps_backward(Tensor grad, Tensor state, Tensor weight, Tensor states, Tensor kept, str cell)"
+    " -> (Tensor, Tensor)",
+    _steps_backward,
+    _fake_backward,
+)
+torch.library.register_autograd(STEPS, _backward, setup_context=_setup)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardc._compat import differentiable
+from shardc.custom_ops.op_library import OpLibrary
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.comm import group_name
 from shardc.ir.layout import Layout
@@ -173,10 +174,6 @@ def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Calla
 
 # --- the ops
 
-_library = torch.library.Library("shardc_region", "DEF")
-_library.define("call(Tensor[] tensors, int number) -> Tensor[]")
-_library.define("gradient(Tensor[] tensors, Tensor[] tangents, int number) -> Tensor[]")
-
 
 def _call(tensors: list[Tensor], number: int) -> list[Tensor]:
     """Run the region with index ``number``; return its results as a list."""
@@ -210,15 +207,16 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.results, strict=True)
     ]
-    gradients = iter(torch.ops.shardc_region.gradient.default(tensors, tangents, ctx.number))
+    gradients = iter(GRADIENT(tensors, tangents, ctx.number))
     return [next(gradients) if x.is_floating_point() else None for x in tensors], None
 
 
-_library.impl("call", _call, "CompositeExplicitAutograd")
-_library.impl("gradient", _gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_region::call", _call, lib=_library)
-torch.library.register_fake("shardc_region::gradient", _fake_gradient, lib=_library)
-torch.library.register_autograd("shardc_region::call", _backward, setup_context=_setup, lib=_library)
+_library = OpLibrary("shardc_region")
+CALL = _library.define("call(Tensor[] tensors, int number) -> Tensor[]", _call)
+GRADIENT = _library.define(
+    "gradient(Tensor[] tensors, Tensor[] tangents, int number) -> Tensor[]", _gradient, _fake_gradient
+)
+torch.library.register_autograd(CALL, _backward, setup_context=_setup)
 
 
 _ops = torch.ops._c10d_functional

@@ -10,15 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardc.custom_ops.op_library import OpLibrary
+
 aten = torch.ops.aten
-_library = torch.library.Library("shardc_window", "DEF")
-_library.define("shift(Tensor x, Tensor? fill, int dim, int by) -> Tensor")
-_library.define("edge(Tensor x, int dim, int begin, int end) -> Tensor")
-_library.define("cumsum(Tensor x, int dim, bool reverse) -> Tensor")
-_library.define("convolve(Tensor x, Tensor weight, int before, int after, int dilation, int groups) -> Tensor")
-_library.define(
-    "convolve_weight(Tensor grad, Tensor x, Tensor weight, int before, int after, int dilation, int groups) -> Tensor"
-)
 
 
 def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
@@ -72,7 +66,7 @@ def _convolve_weight(
     return aten.convolution_backward.default(grad, x, weight, None, *geometry, [False, True, False])[1]
 
 
-def _like_shifted(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
+def _like_x(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -80,32 +74,20 @@ def _like_edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
     return x.new_empty([*x.shape[:dim], end - begin, *x.shape[dim + 1 :]])
 
 
-def _like_sums(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _like_convolved(x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int) -> Tensor:
+def _like_convolved(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], x.shape[2])
 
 
-def _like_weight(
-    grad: Tensor, x: Tensor, weight: Tensor, before: int, after: int, dilation: int, groups: int
-) -> Tensor:
+def _like_weight(grad: Tensor, x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return weight.new_empty(weight.shape)
 
 
-_library.impl("shift", _shift, "CompositeExplicitAutograd")
-_library.impl("edge", _edge, "CompositeExplicitAutograd")
-_library.impl("cumsum", _cumsum, "CompositeExplicitAutograd")
-_library.impl("convolve", _convolve, "CompositeExplicitAutograd")
-_library.impl("convolve_weight", _convolve_weight, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_window::shift", _like_shifted, lib=_library)
-torch.library.register_fake("shardc_window::edge", _like_edge, lib=_library)
-torch.library.register_fake("shardc_window::cumsum", _like_sums, lib=_library)
-torch.library.register_fake("shardc_window::convolve", _like_convolved, lib=_library)
-torch.library.register_fake("shardc_window::convolve_weight", _like_weight, lib=_library)
-SHIFT = torch.ops.shardc_window.shift.default
-EDGE = torch.ops.shardc_window.edge.default
-CUMSUM = torch.ops.shardc_window.cumsum.default
-CONVOLVE = torch.ops.shardc_window.convolve.default
-CONVOLVE_WEIGHT = torch.ops.shardc_window.convolve_weight.default
+_library = OpLibrary("shardc_window")
+_WINDOW = "int before, int after, int dilation, int groups"
+SHIFT = _library.define("shift(Tensor x, Tensor? fill, int dim, int by) -> Tensor", _shift, _like_x)
+EDGE = _library.define("edge(Tensor x, int dim, int begin, int end) -> Tensor", _edge, _like_edge)
+CUMSUM = _library.define("cumsum(Tensor x, int dim, bool reverse) -> Tensor", _cumsum, _like_x)
+CONVOLVE = _library.define(f"convolve(Tensor x, Tensor weight, {_WINDOW}) -> Tensor", _convolve, _like_convolved)
+CONVOLVE_WEIGHT = _library.define(
+    f"convolve_weight(Tensor grad, Tensor x, Tensor weight, {_WINDOW}) -> Tensor", _convolve_weight, _like_weight
+)

@@ -12,14 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardc.custom_ops.op_library import OpLibrary
 from shardc.ir.layout import Layout, strides
 from shardc.rules.rule import Emitted, Local
 
 aten = torch.ops.aten
-_library = torch.library.Library("shardc_checks", "DEF")
-_library.define("in_range(Tensor index, SymInt size) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-IN_RANGE = torch.ops.shardc_checks.in_range.default
 
 
 def _in_range(index: Tensor, size: int) -> Tensor:
@@ -35,12 +32,13 @@ def _in_range(index: Tensor, size: int) -> Tensor:
     return index.clone()
 
 
-def _fake(index: Tensor, size: int) -> Tensor:
-    return torch.empty_like(index)
-
-
-_library.impl("in_range", _in_range, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_checks::in_range", _fake, lib=_library)
+_library = OpLibrary("shardc_checks")
+IN_RANGE = _library.define(
+    "in_range(Tensor index, SymInt size) -> Tensor",
+    _in_range,
+    lambda index, size: torch.empty_like(index),
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def coordinate(local: Local, axis: str) -> Emitted:
@@ -98,6 +96,17 @@ def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool
     if wraps:
         index = call(aten.where.self, call(aten.lt.Scalar, index, 0), call(aten.add.Scalar, index, size), index)
     return call(IN_RANGE, index, size)
+
+
+def locate(
+    local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool = False
+) -> tuple[Emitted, Emitted | None]:
+    """Check ``index``, global indices along ``dim``, and translate them into local ones of this rank's shard. Return
+    (local indices, mask of the entries that this rank holds); the mask is None if ``layout`` does not split ``dim``.
+    Arguments are as of `in_range`.
+    """
+    index = in_range(local, layout, dim, index, wraps)
+    return to_local_indices(local, layout, dim, index) if split(layout, dim) else (index, None)
 
 
 def to_local_indices(local: Local, layout: Layout, dim: int, index: Emitted) -> tuple[Emitted, Emitted]:
