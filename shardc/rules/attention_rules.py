@@ -16,67 +16,83 @@ from operator import getitem
 import torch
 
 from shardc.custom_ops.attention_ops import CALL, GRADIENT
-from shardc.ir.comm import WAIT
-from shardc.rules.key_blocks import KeyBlocks, added, narrow, wide
-from shardc.rules.notation import FREE, WHOLE, Loops
+from shardc.rules.key_blocks import KeyBlock, KeyBlocks, gathered, narrow, wide
+from shardc.rules.notation import FREE, WHOLE, Loops, broadcast_factors
 from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Routed, Spec
 
+aten = torch.ops.aten
+QUERIES, KEYS = "q", "k"
 
-class _FusedHeads:
-    """Factors of the operands and results of a fused attention (SDPA): queries ``b h q e``, keys ``b g k e`` and values
-    ``b g k f`` with ``h = g * r`` (GQA).
+
+class Heads:
+    """Factors of attention: queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA).
+
+    Args:
+        batch, groups, rows, keys: kinds of the factors b and g, r, q, k; e and f are whole.
+        indexed: whether the op finds queries and keys by their positions.
+
+    Attributes:
+        out, row, scores: factors of the output, of a tensor with one number per query, and of the scores.
+        by_name: argument name -> factors of its dims.
     """
 
+    def __init__(
+        self, loops: Loops, *, batch: str, groups: str, rows: str, keys: str = WHOLE, indexed: bool = False
+    ) -> None:
+        self.loops, self.shapes = loops, dict(zip(loops.names, loops.shapes, strict=True))
+        query, key, value = (self.shapes[name] for name in ("query", "key", "value"))
+        sequence = loops.indexed if indexed else loops.dim
+        b, g = loops.dim("b", query[0], batch), loops.dim("g", key[1], batch)
+        h = (*g, *loops.dim("r", query[1] // key[1], groups))
+        q, k = sequence(QUERIES, query[2], rows), sequence(KEYS, key[2], keys)
+        e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
+        self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
+        self.out, self.row, self.scores = (b, h, q, f), (b, h, q), (b, h, q, k)
+        self.by_name: dict[str, Dims] = {"query": self.query, "key": self.key, "value": self.value}
+        self.by_name |= dict.fromkeys(("out", "grad", "grad_out", "grad_out_"), self.out)
+
+
+class _FusedHeads(Heads):
+    """Factors of the operands and results of a fused attention (SDPA)."""
+
     def __init__(self, loops: Loops, *, backward: bool) -> None:
-        self.loops = loops
-        call = loops.call
-        query, key, value = (loops.shapes[loops.names.index(name)] for name in ("query", "key", "value"))
         # Backward sums over queries, over the heads that share a key, and over the dims that a bias was broadcast to.
         # A kernel with dropout draws by position in the unsharded tensor, so it must not be split.
-        kind = WHOLE if call["dropout_p"] else "sum" if backward else FREE
-        self.queries = query[2]
-        self.b, g = loops.dim("b", query[0], kind), loops.dim("g", key[1], kind)
-        h = (*g, *loops.dim("r", query[1] // key[1], kind))
+        kind = WHOLE if loops.call["dropout_p"] else "sum" if backward else FREE
         # A causal kernel takes the first query that it gets for the first of the sequence.
-        q = loops.dim("q", query[2], WHOLE if call["is_causal"] or self._pads_rows() else kind)
-        k, e, f = loops.dim("k", key[2], WHOLE), loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
-        self.query, self.key, self.value = (self.b, h, q, e), (self.b, g, k, e), (self.b, g, k, f)
-        self.output, self.scores = (self.b, h, q, f), (self.b, h, q, k)
+        rows = WHOLE if loops.call["is_causal"] or _pads_rows(loops) else kind
+        super().__init__(loops, batch=kind, groups=kind, rows=rows)
 
-    def _pads_rows(self) -> bool:
-        """Return whether the kernel's log-sum-exp has more rows than there are queries (some kernels pad it)."""
-        lse = [s for n, s in zip(self.loops.names, self.loops.shapes, strict=True) if n == "logsumexp"]
-        return any(shape[2] != self.queries for shape in lse or self.loops.result_shapes[1:2] if len(shape) > 2)
-
-    def row(self, shape: Sequence[int]) -> Dims:
-        """Return the factors of the dims of a tensor with one number per query, such as the log-sum-exp. Some kernels
-        append a dim of size 1, pad the rows or return an empty tensor.
+    def log_sum_exp(self, shape: Sequence[int]) -> Dims:
+        """Return the factors of the dims of a log-sum-exp, one number per query. Some kernels append a dim of size 1,
+        pad the rows or return an empty tensor.
         """
-        q = self.output[2] if shape[2] == self.queries else self.loops.dim("rows", shape[2], WHOLE)
-        return (*self.output[:2], q, *[()] * (len(shape) - 3))
-
-    def bias(self, shape: Sequence[int]) -> Dims:
-        """Return the factors of a mask or bias that broadcasts to the scores."""
-        full = self.scores[len(self.scores) - len(shape) :]
-        return tuple(() if size == 1 else factors for size, factors in zip(shape, full, strict=True))
-
-    def operand(self, name: str, shape: Sequence[int]) -> Dims:
-        """Return the factors of the dims of the operand ``name``. An operand that is no input or output of attention,
-        such as a random seed, must not be split.
-        """
-        if name in ("attn_mask", "attn_bias"):
-            return self.bias(shape)
-        if name == "logsumexp":
-            return self.row(shape)
-        if name in ("out", "grad_out", "grad_out_"):
-            return self.output
-        inputs = {"query": self.query, "key": self.key, "value": self.value}
-        return inputs[name] if name in inputs else self.loops.dims(name, shape, WHOLE)
+        *batch_and_head, q = self.row
+        if shape[2] != self.shapes["query"][2]:
+            q = self.loops.dim("rows", shape[2], WHOLE)
+        return (*batch_and_head, q, *[()] * (len(shape) - 3))
 
     def operands(self) -> list[Dims]:
-        """Return the factors of the dims of each operand of the call."""
-        return [self.operand(n, shape) for n, shape in zip(self.loops.names, self.loops.shapes, strict=True)]
+        """Return the factors of the dims of each operand of the call. An operand that is no input or output of
+        attention, such as a random seed, must not be split.
+        """
+
+        def operand(name: str, shape: Sequence[int]) -> Dims:
+            if name in ("attn_mask", "attn_bias"):
+                return broadcast_factors(self.scores, shape)
+            if name == "logsumexp":
+                return self.log_sum_exp(shape)
+            return self.by_name[name] if name in self.by_name else self.loops.dims(name, shape, WHOLE)
+
+        return [operand(n, shape) for n, shape in zip(self.loops.names, self.loops.shapes, strict=True)]
+
+
+def _pads_rows(loops: Loops) -> bool:
+    """Return whether the kernel's log-sum-exp has more rows than there are queries (some kernels pad it)."""
+    lse = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "logsumexp"]
+    queries = loops.shapes[loops.names.index("query")][2]
+    return any(shape[2] != queries for shape in lse or loops.result_shapes[1:2] if len(shape) > 2)
 
 
 def _forward(call: Call) -> Spec:
@@ -84,7 +100,7 @@ def _forward(call: Call) -> Spec:
     loops = Loops(call)
     heads = _FusedHeads(loops, backward=False)
     state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.result_shapes[2:])]
-    results = [heads.output, heads.row(loops.result_shapes[1]), *state]
+    results = [heads.out, heads.log_sum_exp(loops.result_shapes[1]), *state]
     return loops.spec(heads.operands(), results, replicated=range(2, len(results)))
 
 
@@ -94,7 +110,7 @@ def _backward(call: Call) -> Spec:
     heads = _FusedHeads(loops, backward=True)
     inputs = [heads.query, heads.key, heads.value]
     grads = [dims for dims, result in zip(inputs, call.results, strict=False) if result is not None]
-    bias = [heads.bias(v.shape) for v in call.results[3:] if v is not None]
+    bias = [broadcast_factors(heads.scores, v.shape) for v in call.results[3:] if v is not None]
     return loops.spec(heads.operands(), [*grads, *bias])
 
 
@@ -150,39 +166,25 @@ PACKED = table(
 )
 
 
-aten, functional = torch.ops.aten, torch.ops._c10d_functional
-QUERIES, KEYS = "q", "k"
 _BOTH, _HEADS = (frozenset({QUERIES, KEYS}),), (frozenset("g"), frozenset("r"), frozenset("gr"))
 _SPLITS = {"gather": _BOTH, "ring": _BOTH, "ulysses": _HEADS, "auto": _BOTH + _HEADS}
 
 
-class SequenceHeads:
-    """Factors of `shardc.custom_ops.attention_ops`, whose sequence may be split: queries ``b h q e``, keys ``b g k e``
-    and values ``b g k f`` with ``h = g * r`` (GQA).
-    """
+class SequenceHeads(Heads):
+    """Factors of `shardc.custom_ops.attention_ops`, whose sequence may be split."""
 
     def __init__(self, loops: Loops, *, backward: bool, batch: str = FREE) -> None:
-        shapes = dict(zip(loops.names, loops.shapes, strict=True))
-        query, key, value = (shapes[name] for name in ("query", "key", "value"))
         kind = "sum" if backward else FREE
-        b, g = loops.dim("b", query[0], batch), loops.dim("g", key[1], batch)
-        h = (*g, *loops.dim("r", query[1] // key[1], kind))
-        q, k = loops.indexed(QUERIES, query[2], kind), loops.indexed(KEYS, key[2], "sum")
-        e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
-        self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
-        self.out, self.row = (b, h, q, f), (b, h, q)
-        # The columns of a bias are whole: each block of keys selects its own columns.
-        scores = (b, h, q, loops.dim("columns", shapes["bias"][-1], WHOLE) if "bias" in shapes else ())
-        self.bias: Dims = ()
-        if "bias" in shapes:
-            sizes = shapes["bias"]
-            self.bias = tuple(() if n == 1 else dims for n, dims in zip(sizes, scores[-len(sizes) :], strict=True))
+        super().__init__(loops, batch=batch, groups=kind, rows=kind, keys="sum", indexed=True)
+        self.by_name |= {"logsumexp": self.row, "later": ()}
+        if (bias := self.shapes.get("bias")) is not None:
+            # The columns of a bias are whole: each block of keys selects its own columns.
+            scores = (*self.row, loops.dim("columns", bias[-1], WHOLE))
+            self.by_name["bias"] = broadcast_factors(scores, bias)
 
-    def operands(self, names: Sequence[str]) -> list[Dims]:
-        """Return the factors of the dims of each operand, given the argument names."""
-        by_name = {"query": self.query, "key": self.key, "value": self.value, "logsumexp": self.row, "bias": self.bias}
-        by_name["later"] = ()
-        return [by_name.get(name, self.out) for name in names]
+    def operands(self) -> list[Dims]:
+        """Return the factors of the dims of each operand of the call."""
+        return [self.by_name[name] for name in self.loops.names]
 
 
 def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
@@ -203,7 +205,7 @@ def _call(call: Call) -> Spec:
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
-    spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], replicated=[1])
+    spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{2}], replicated=[1])
     return routed(call, spec, (1, 2), 1)
 
 
@@ -211,7 +213,7 @@ def _gradient(call: Call) -> Spec:
     """Return the spec of the backward of attention of a split sequence."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=True)
-    spec = loops.spec(heads.operands(loops.names), [heads.query, heads.key, heads.value], linear=[{0}])
+    spec = loops.spec(heads.operands(), [heads.query, heads.key, heads.value], linear=[{0}])
     return routed(call, spec, (2, 3), 2)
 
 
@@ -273,12 +275,8 @@ def _call_local(local: Local) -> Emitted:
     """Emit attention of this rank's queries to all keys, block by block; return [output, log-sum-exp]."""
     run, sequence, attended = local.builder.call, KeyBlocks(local), Attended(local)
     scale, query = local.call["scale"], local.operand("query")
-    # Where their shapes allow it, keys and values travel as one tensor.
-    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
-    for block in sequence.blocks():
-        k, v = sequence.parted([block.take(x) for x in reached])
-        # Keys beyond ``keys`` are padding; in a block of split keys the bias hides these.
-        keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
+    for block, k, v in sequence.with_keys(sequence.blocks()):
+        keys = _key_count(local, sequence, k)
         outputs = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
         o, s = run(getitem, outputs, 0), run(getitem, outputs, 1)
         if block.blind is not None:
@@ -286,6 +284,14 @@ def _call_local(local: Local) -> Emitted:
         attended.add(o, s, blind=block.blind is not None)
     out, sums = attended.over(sequence.pending)
     return [out, _finite(local, sums) if attended.blind else sums]
+
+
+def _key_count(local: Local, sequence: KeyBlocks, keys: Emitted) -> int:
+    """Return the number of ``keys``, those of a block, without padding. In a block of split keys the bias hides the
+    padding, so it counts.
+    """
+    count = local.builder.shape(keys)[2]
+    return min(local.call["keys"], count) if sequence.whole else count
 
 
 def _finite(local: Local, sums: Emitted) -> Emitted:
@@ -301,34 +307,22 @@ def _all_sums(local: Local, sums: Emitted, axes: tuple[str, ...]) -> Emitted:
     """Return the log-sum-exp over the keys of all ranks along ``axes``, given ``sums``, the log-sum-exp over this
     rank's keys.
     """
-    run, shape = local.builder.call, local.builder.shape(sums)
-    ranks, group = local.builder.group(axes)
-    sums = run(aten.clone.default, sums, memory_format=torch.contiguous_format)
-    gathered = run(WAIT, run(functional.all_gather_into_tensor.default, sums, ranks, group))
-    return run(aten.logsumexp.default, run(aten.reshape.default, gathered, [ranks, *shape]), [0])
+    run = local.builder.call
+    message = run(aten.clone.default, sums, memory_format=torch.contiguous_format)
+    return run(aten.logsumexp.default, gathered(local, sums, message, *local.builder.group(axes)), [0])
 
 
 def _gradient_local(local: Local) -> Emitted:
     """Emit the gradients of query, key and value on this rank, block by block; return them."""
-    run, sequence = local.builder.call, KeyBlocks(local)
-    scale = local.call["scale"]
+    run, sequence, scale = local.builder.call, KeyBlocks(local), local.call["scale"]
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
-    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
-    rows_total: list[Emitted] = []
-    sources: list[int] = []
-    keys_total: list[list[Emitted]] = []
-    for block in sequence.blocks():
-        k, v = sequence.parted([block.take(x) for x in reached])
-        keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
+
+    def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
+        keys = _key_count(local, sequence, k)
         grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.when)
-        dq, dk, dv = (run(getitem, grads, at) for at in range(3))
-        # Gradients of keys go back to the rank of the keys, those of queries stay.
-        rows_total.append(dq)
-        sources.append(block.source)
-        keys_total.append([block.back(x) for x in sequence.joined(dk, dv)])
-    key_grads = [sequence.total(list(zip(sources, parts, strict=True))) for parts in zip(*keys_total, strict=True)]
-    grads = [added(local, rows_total), *sequence.parted(key_grads)]
-    return [narrow(local, x) for x in grads] if len(rows_total) > 1 else grads
+        return [run(getitem, grads, at) for at in range(3)]
+
+    return sequence.gradients(sequence.blocks(), of_block)
 
 
 SEQUENCE = table(
@@ -337,15 +331,14 @@ SEQUENCE = table(
         _call,
         "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k: sum; or q and k on one axis",
         _call_local,
-        opaque=True,
     ),
     Rule(
         "shardc_attention.gradient",
         _gradient,
         "b (g r) q f, b (g r) q e, b g k e, b g k f, ... -> b (g r) q e, b g k e, b g k f    q k r: sum; or as forward",
         _gradient_local,
-        opaque=True,
     ),
+    opaque=True,
     strides=CONTIGUOUS,
 )
 

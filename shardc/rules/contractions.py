@@ -80,11 +80,6 @@ def _matrices(call: Call) -> Spec:
     return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.result_shapes)])
 
 
-def _transform(call: Call) -> Spec:
-    """Return the spec of a Fourier transform over the dims of argument ``dim``, which must not be split."""
-    return mixed(call, call["dim"], linear=[{0}])
-
-
 def _trilinear(call: Call) -> Spec:
     """Return the spec of ``_trilinear``: three tensors, each unsqueezed, multiplied, summed over ``sumdim``."""
     loops = Loops(call)
@@ -112,7 +107,11 @@ MATRIX_FUNCTIONS = table(
         _matrices,
         "b... x... -> b... y...    x y: whole",
     ),
-    rules_for("_fft_c2c _fft_r2c _fft_c2r", _transform, "... x -> ... y    x y: whole    linear in self"),
+    rules_for(
+        "_fft_c2c _fft_r2c _fft_c2r",
+        mixed(lambda call: call["dim"], linear=True),
+        "... x -> ... y    x y: whole    linear in self",
+    ),
     # Complex numbers as a last dim of (real, imaginary), and back.
     [rule(op, "... -> ... parts", parts="whole", linear="0") for op in ("view_as_real", "view_as_real_copy")],
     [rule(op, "... parts -> ...", parts="whole", linear="0") for op in ("view_as_complex", "view_as_complex_copy")],
@@ -180,12 +179,8 @@ def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
     """Return rules for ops that slide a window over the last ``ndim`` dims, such as pooling. These dims must not be
     split; leading dims may be. ``linear``: operand 0 may be a partial sum.
     """
-
-    def spec(call: Call) -> Spec:
-        return mixed(call, range(-ndim, 0), linear=[{0}] if linear else ())
-
     text = "... x -> ... y    x y: whole" + ("    linear in operand 0" if linear else "")
-    return rules_for(ops, spec, text)
+    return rules_for(ops, mixed(lambda call: range(-ndim, 0), linear=linear), text)
 
 
 def _resize_backward(ops: str, ndim: int) -> list[Rule]:

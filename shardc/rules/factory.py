@@ -15,16 +15,13 @@ from shardc.rules.spec import Spec
 aten = torch.ops.aten
 
 
-def _key(call: Call) -> Spec:
-    """Return the spec of the op that draws the key (seed) from which a step's random numbers are computed."""
+def _created(call: Call, kind: str = FREE) -> Spec:
+    """Return the spec of an op whose result is not computed from the elements of its operands: every dim of the result
+    may be split, or is of ``kind``.
+    """
     loops = Loops(call)
-    return loops.spec([], [loops.dims("key", loops.result_shapes[0])])
-
-
-def _uniform(call: Call) -> Spec:
-    """Return the spec of a uniform random draw: every dim of the result may be split."""
-    loops = Loops(call)
-    return loops.spec([loops.dims("key", loops.shapes[0])], [loops.dims("d", loops.result_shapes[0])])
+    operands = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]
+    return loops.spec(operands, [loops.dims("d", loops.result_shapes[0], kind)])
 
 
 def _uniform_local(local: Local) -> Emitted:
@@ -43,25 +40,16 @@ def _uniform_local(local: Local) -> Emitted:
 
 
 DRAWS = table(
-    Rule("shardc_random.key", _key, "-> 1", lambda local: local.builder.key()),
-    Rule("shardc_random.uniform", _uniform, "1 -> ...    by global position", _uniform_local),
+    Rule("shardc_random.key", _created, "-> 1", lambda local: local.builder.key()),
+    Rule("shardc_random.uniform", _created, "1 -> ...    by global position", _uniform_local),
     strides=ANY,
 )
 
 
-def _constant(call: Call) -> Spec:
-    """Return the spec of a tensor whose elements are independent of their position: each rank creates its shard."""
-    loops = Loops(call)
-    operands = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]
-    return loops.spec(operands, [loops.dims("d", loops.result_shapes[0])])
-
-
 def _arange(call: Call) -> Spec:
     """Return the spec of ``arange``: its dim may be split if its numbers are integers."""
-    loops = Loops(call)
     # Floats are computed from the start by multiplication, which rounds differently on a shard; integers are exact.
-    kind = WHOLE if call.results[0].dtype.is_floating_point else FREE  # type: ignore[union-attr]
-    return loops.spec([], [loops.dims("d", loops.result_shapes[0], kind)])
+    return _created(call, WHOLE if call.results[0].dtype.is_floating_point else FREE)  # type: ignore[union-attr]
 
 
 def _arange_local(local: Local) -> Emitted:
@@ -91,10 +79,10 @@ def _strided_local(local: Local) -> Emitted:
 
 
 TABLE = DRAWS | table(
-    rules_for("full zeros ones empty.memory_format empty_permuted", _constant, "-> ...", sized()),
-    rules_for("new_full new_zeros new_ones new_empty", _constant, "-> ...", sized()),
-    Rule("aten.empty_strided", _constant, "-> ...", _strided_local),
-    Rule("aten.scalar_tensor", _constant, "-> "),
+    rules_for("full zeros ones empty.memory_format empty_permuted", _created, "-> ...", sized()),
+    rules_for("new_full new_zeros new_ones new_empty", _created, "-> ...", sized()),
+    Rule("aten.empty_strided", _created, "-> ...", _strided_local),
+    Rule("aten.scalar_tensor", _created, "-> "),
     Rule("aten.arange", _arange, "-> n", _arange_local),
     strides=ANY,
 )

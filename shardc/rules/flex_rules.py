@@ -6,14 +6,13 @@ read by position is whole there; what they read by batch or head lies with these
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import getitem
 
 import torch
 
 from shardc.custom_ops.flex_ops import FLEX, FLEX_GRADIENT, FLEX_TABLES, mask_op, score_functions
 from shardc.rules.attention_rules import Attended, SequenceHeads, routed
-from shardc.rules.key_blocks import KeyBlock, KeyBlocks, added, narrow
+from shardc.rules.key_blocks import KeyBlock, KeyBlocks
 from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import positions
 from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
@@ -30,6 +29,7 @@ class _Heads(SequenceHeads):
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         # Gradients of captured tensors are sums over batch and heads too.
         super().__init__(loops, backward=backward, batch="sum" if backward else FREE)
+        self.by_name["grad_logsumexp"] = self.row
         b, h, *_ = self.query
         captured = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "captured"]
         by_place = score_functions(loops.call["body"]).places
@@ -41,17 +41,16 @@ class _Heads(SequenceHeads):
             for at, (shape, places) in enumerate(zip(captured, by_place, strict=True))
         ]
 
-    def operands(self, names: Sequence[str]) -> list[Dims]:
+    def operands(self) -> list[Dims]:
         captured = iter(self.captured)
-        others = super().operands(["logsumexp" if name == "grad_logsumexp" else name for name in names])
-        return [next(captured) if name == "captured" else x for name, x in zip(names, others, strict=True)]
+        return [next(captured) if name == "captured" else self.by_name[name] for name in self.loops.names]
 
 
 def _flex(call: Call) -> Spec:
     loops = Loops(call)
     heads = _Heads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
-    spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], replicated=[1])
+    spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{2}], replicated=[1])
     return routed(call, spec, (1, 2), 1)
 
 
@@ -60,7 +59,7 @@ def _gradient(call: Call) -> Spec:
     heads = _Heads(loops, backward=True)
     results = [heads.query, heads.key, heads.value, *(heads.captured[at] for at in call["wanted"])]
     grads = {loops.names.index(name) for name in ("grad", "grad_logsumexp") if name in loops.names}
-    spec = loops.spec(heads.operands(loops.names), results, linear=[grads])
+    spec = loops.spec(heads.operands(), results, linear=[grads])
     return routed(call, spec, (2, 3), 2)
 
 
@@ -119,12 +118,11 @@ class _Positions:
 
 
 def _flex_local(local: Local) -> Emitted:
+    """Emit flex_attention of this rank's queries to all keys, block by block; return [output, log-sum-exp]."""
     run, sequence, call, attended = local.builder.call, KeyBlocks(local), local.call, Attended(local)
     places = _Positions(local)
     how = list(local.operand("captured")), call["body"], call["scale"], call["keys"]
-    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
-    for block in sequence.by_position():
-        k, v = sequence.parted([block.take(x) for x in reached])
+    for block, k, v in sequence.with_keys(sequence.by_position()):
         results = run(FLEX, local.operand("query"), k, v, *how, **places.at(block, k))
         attended.add(run(getitem, results, 0), run(getitem, results, 1), blind=True)
     return list(attended.over(sequence.pending))
@@ -132,28 +130,16 @@ def _flex_local(local: Local) -> Emitted:
 
 def _gradient_local(local: Local) -> Emitted:
     """Emit the gradients of query, key, value and captured tensors on this rank, block by block; return them."""
-    run, sequence = local.builder.call, KeyBlocks(local)
-    places = _Positions(local)
+    run, sequence, places = local.builder.call, KeyBlocks(local), _Positions(local)
     names = ("out", "logsumexp", "grad_logsumexp", "wanted", "captured", "body", "scale", "keys")
     how = [list(local.operand(name)) if name in ("wanted", "captured") else local.operand(name) for name in names]
-    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     grad, query, wanted = local.operand("grad"), local.operand("query"), len(local.call["wanted"])
-    parts: list[list[Emitted]] = [[] for _ in range(1 + wanted)]
-    sources: list[int] = []
-    of_keys: list[list[Emitted]] = []
-    for block in sequence.by_position():
-        k, v = sequence.parted([block.take(x) for x in reached])
+
+    def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
         results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block, k))
-        dq, dk, dv, *rest = (run(getitem, results, at) for at in range(3 + wanted))
-        # Gradients of keys go back to the rank of the keys, the others stay.
-        for total, x in zip(parts, (dq, *rest), strict=True):
-            total.append(x)
-        sources.append(block.source)
-        of_keys.append([block.back(x) for x in sequence.joined(dk, dv)])
-    totals = [sequence.total(list(zip(sources, of_block, strict=True))) for of_block in zip(*of_keys, strict=True)]
-    dq, *rest = (added(local, x) for x in parts)
-    grads = [dq, *sequence.parted(totals)]
-    return [*([narrow(local, x) for x in grads] if len(sources) > 1 else grads), *rest]
+        return [run(getitem, results, at) for at in range(3 + wanted)]
+
+    return sequence.gradients(sequence.by_position(), of_block)
 
 
 TABLE = table(
@@ -162,7 +148,6 @@ TABLE = table(
         _flex,
         "b (g r) q e, b g k e, b g k f, ... -> b (g r) q f, b (g r) q    k: sum; or q and k on one axis",
         _flex_local,
-        opaque=True,
     ),
     Rule(
         "shardc_attention.flex_gradient",
@@ -170,7 +155,7 @@ TABLE = table(
         "b (g r) q f, b (g r) q e, b g k e, b g k f, ... -> b (g r) q e, b g k e, b g k f, ...    all: sum; or as "
         "forward",
         _gradient_local,
-        opaque=True,
     ),
+    opaque=True,
     strides=CONTIGUOUS,
 )

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from shardc.ir.layout import Layout
-from shardc.rules.notation import FREE, WHOLE, Loops
-from shardc.rules.positions import align, in_range, once_per_sum, past_end, split, to_local_indices, zero_unless
+from shardc.rules.notation import FREE, WHOLE, Loops, broadcast_factors
+from shardc.rules.positions import align, in_range, locate, once_per_sum, past_end, split, to_local_indices, zero_unless
 from shardc.rules.rule import ANY, CONTIGUOUS, Call, Emitted, Local, Localize, Rule, rules_for, table
 from shardc.rules.spec import Dims, Factors, Spec
 
@@ -38,10 +38,9 @@ def _embedding(call: Call) -> Spec:
 
 def _embedding_local(local: Local) -> Emitted:
     """Emit and return a lookup in this rank's rows of the table; entries of other ranks read as zero."""
-    indices = in_range(local, local.operands[0], 0, local.operand("indices"))
-    if not split(local.operands[0], 0):
-        return local.same(indices=indices)
-    index, mask = to_local_indices(local, local.operands[0], 0, indices)
+    index, mask = locate(local, local.operands[0], 0, local.operand("indices"))
+    if mask is None:
+        return local.same(indices=index)
     rows = local.builder.call(aten.embedding.default, local.operand("weight"), index)
     return zero_unless(local, align(local, mask, 1), rows)
 
@@ -92,7 +91,7 @@ _MAX = 2
 # --- gather and scatter: the index has as many dims as the tensor
 
 
-def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
+def _gather_factors(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
     """Return (`Loops`, factors of each operand's dims) of a gather or scatter along argument ``dim``. ``looked_up`` and
     ``over``: kinds of the factors of the tensor's indexed dim and of the index along it.
 
@@ -103,7 +102,7 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
     if len({len(shape) for shape in loops.shapes}) > 1:
         # torch accepts an empty index of any rank, and a zero-dim index for a single entry.
         return loops, [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes)]
-    dim = _dim(call)
+    dim = call.dim
     out: list[list[Factors]] = [[] for _ in loops.shapes]
     for i, sizes in enumerate(zip(*loops.shapes, strict=True)):
         for at, size in enumerate(sizes):
@@ -121,14 +120,9 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
     return loops, [tuple(dims) for dims in out]
 
 
-def _dim(call: Call) -> int:
-    """Return the call's argument ``dim``, counted from 0."""
-    return int(call["dim"]) % max(len(call.operands[0].shape), 1)
-
-
 def _gather(call: Call) -> Spec:
     """Return the spec of ``gather``: a split of the dim looked up leaves a partial sum."""
-    loops, (x, index) = _along(call, "sum", FREE)
+    loops, (x, index) = _gather_factors(call, "sum", FREE)
     return loops.spec([x, index], [index], linear=[{0}])
 
 
@@ -136,20 +130,19 @@ def _lookup_local(local: Local) -> Emitted:
     """Emit and return a gather or index_select of the entries in this rank's shard, with zero for entries of other
     ranks.
     """
-    dim = _dim(local.call)
-    index = in_range(local, local.operands[0], dim, local.operand("index"))
-    if not split(local.operands[0], dim):
+    dim, (x, of_index) = local.call.dim, local.call.operands
+    index, mask = locate(local, local.operands[0], dim, local.operand("index"))
+    if mask is None:
         return local.same(index=index)
-    index, mask = to_local_indices(local, local.operands[0], dim, index)
     # An index of one dim (`index_select`): its mask applies along the indexed dim.
-    if len(local.call.operands[1].shape) != len(local.call.operands[0].shape):
-        mask = align(local, mask, len(local.results[0].shape) - dim - len(local.call.operands[1].shape))
+    if len(of_index.shape) != len(x.shape):
+        mask = align(local, mask, len(local.results[0].shape) - dim - len(of_index.shape))
     return zero_unless(local, mask, local.same(index=index))
 
 
 def _scatter(call: Call) -> Spec:
     """Return the spec of writes that replace: a rank writes the entries that it holds, so all ranks need the index."""
-    loops, operands = _along(call, FREE, WHOLE)
+    loops, operands = _gather_factors(call, FREE, WHOLE)
     linear: list[set[int]] = []
     if call.name == "aten.scatter.src":
         linear = [{0, 2}]
@@ -160,7 +153,7 @@ def _scatter(call: Call) -> Spec:
 
 def _scatter_add(call: Call) -> Spec:
     """Return the spec of writes that add: entries may be split over ranks, and the result is then a partial sum."""
-    loops, operands = _along(call, FREE, "sum")
+    loops, operands = _gather_factors(call, FREE, "sum")
     return loops.spec(operands, operands[:1], linear=[{0, 2}])
 
 
@@ -180,7 +173,7 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
         over: kind of ``k``, the index.
     """
     loops = Loops(call)
-    dim = _dim(call)
+    dim = call.dim
     shape = loops.shapes[0]
     x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)} if shape else None)
     index = loops.dims("k", loops.shapes[1], over)
@@ -211,15 +204,14 @@ def _write_local(local: Local) -> Emitted:
     """Emit a write by index that replaces elements (no sum), and return its result. Indices into other ranks' shards
     write to an extra element at the end, which is then cut off.
     """
-    dim = _dim(local.call)
+    layout, dim = local.results[0], local.call.dim
     wraps = local.call.target.overloadpacket is aten.index_fill
-    index = in_range(local, local.results[0], dim, local.operand("index"), wraps)
-    if not split(local.results[0], dim):
+    index, mask = locate(local, layout, dim, local.operand("index"), wraps)
+    if mask is None:
         return local.same(index=index)
-    index, mask = to_local_indices(local, local.results[0], dim, index)
-    padded, index = past_end(local, local.operand("self"), local.results[0], dim, index, mask)
+    padded, index = past_end(local, local.operand("self"), layout, dim, index, mask)
     written = local.same(self=padded, index=index)
-    return local.builder.call(aten.slice.Tensor, written, dim, 0, local.results[0].local_shape[dim])
+    return local.builder.call(aten.slice.Tensor, written, dim, 0, layout.local_shape[dim])
 
 
 def _add_local(source: str) -> Localize:
@@ -228,21 +220,20 @@ def _add_local(source: str) -> Localize:
     """
 
     def localize(local: Local) -> Emitted:
-        dim = _dim(local.call)
-        index = in_range(local, local.results[0], dim, local.operand("index"))
-        replaced = {"self": once_per_sum(local, local.operand("self")), "index": index}
-        if split(local.results[0], dim):
-            index, mask = to_local_indices(local, local.results[0], dim, index)
-            added = local.operand(source)
-            source_shape, index_shape = local.call.operands[2].shape, local.call.operands[1].shape
-            if len(source_shape) != len(index_shape):
-                mask = align(local, mask, len(source_shape) - dim - 1)
-            for i, (size, used) in enumerate(zip(source_shape, index_shape, strict=False)):
-                # The source may be larger than the index (`_along` keeps both whole there): use its first elements.
-                if len(source_shape) == len(index_shape) and size != used:
-                    added = local.builder.call(aten.slice.Tensor, added, i, 0, used)
-            replaced |= {"index": index, source: zero_unless(local, mask, added)}
-        return local.same(**replaced)
+        dim, added = local.call.dim, local.operand(source)
+        checked = in_range(local, local.results[0], dim, local.operand("index"))
+        total = once_per_sum(local, local.operand("self"))
+        if not split(local.results[0], dim):
+            return local.same(self=total, index=checked)
+        index, mask = to_local_indices(local, local.results[0], dim, checked)
+        source_shape, index_shape = local.call.operands[2].shape, local.call.operands[1].shape
+        if len(source_shape) != len(index_shape):
+            mask = align(local, mask, len(source_shape) - dim - 1)
+        for i, (size, used) in enumerate(zip(source_shape, index_shape, strict=False)):
+            # The source may be larger than the index (`_gather_factors` keeps both whole then): use its begin.
+            if len(source_shape) == len(index_shape) and size != used:
+                added = local.builder.call(aten.slice.Tensor, added, i, 0, used)
+        return local.same(self=total, index=index, **{source: zero_unless(local, mask, added)})
 
     return localize
 
@@ -341,17 +332,12 @@ class Indexed:
         entries = loops.dims("b", index_shape, over)
         indexed_factors = {i: loops.indexed(f"v{i}", shape[i], looked_up) for i in at}
         self.x = loops.dims("d", shape, but=indexed_factors)
-        self.indices: list[Dims] = [_right(entries, shape) for shape in indices]
+        self.indices: list[Dims] = [broadcast_factors(entries, shape) for shape in indices]
         # NumPy's rule: adjacent index tensors leave their dims in place, others move them to the front.
         self.before = at[0] if at and at[-1] - at[0] == len(at) - 1 else 0
         rest = [factors for i, factors in enumerate(self.x) if i not in at]
         self.picked: Dims = (*rest[: self.before], *entries, *rest[self.before :])
         self.after = len(rest) - self.before
-
-
-def _right(dims: Dims, shape: tuple[int, ...]) -> Dims:
-    """Return the last factors of ``dims``, for an operand of ``shape`` that broadcasts to them; none for size 1."""
-    return tuple(() if n == 1 else factors for n, factors in zip(shape, dims[len(dims) - len(shape) :], strict=True))
 
 
 def indexed_dims(call: Call) -> list[int]:
@@ -385,14 +371,14 @@ def _index_put(call: Call) -> Spec:
         return _all_whole(call)
     dims = Indexed(call, FREE, "sum" if call["accumulate"] else WHOLE)
     values = len(dims.indices) + 1
-    operands = [dims.x, *dims.indices, _right(dims.picked, dims.loops.shapes[values])]
+    operands = [dims.x, *dims.indices, broadcast_factors(dims.picked, dims.loops.shapes[values])]
     return dims.loops.spec(operands, [dims.x], linear=[{0, values}])
 
 
 # --- on shards
 
 
-def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitted]:
+def _locate_all(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitted]:
     """Return (index tensors, split dims, mask). The index tensors are in local indices along the split dims, which are
     the indexed dims that ``layout`` splits. The mask is true at the entries that this rank holds; None if no indexed
     dim is split.
@@ -401,17 +387,15 @@ def _find(local: Local, layout: Layout) -> tuple[list[Emitted], list[int], Emitt
     indices, mask = list(local.operand("indices")), None
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]
     for dim in indexed_dims(local.call):
-        indices[dim] = in_range(local, layout, dim, indices[dim], wraps=True)
-        if dim not in dims:
-            continue
-        indices[dim], is_local = to_local_indices(local, layout, dim, indices[dim])
-        mask = is_local if mask is None else call(aten.logical_and.default, mask, is_local)
+        indices[dim], is_local = locate(local, layout, dim, indices[dim], wraps=True)
+        if is_local is not None:
+            mask = is_local if mask is None else call(aten.logical_and.default, mask, is_local)
     return indices, dims, mask
 
 
 def _index_local(local: Local) -> Emitted:
     """Emit and return indexing by tensors on a shard; entries of other ranks read as zero."""
-    indices, dims, mask = _find(local, local.operands[0])
+    indices, dims, mask = _locate_all(local, local.operands[0])
     if not dims:
         return local.same(indices=indices)
     after = Indexed(local.call, FREE, FREE).after
@@ -422,7 +406,7 @@ def _index_put_local(local: Local) -> Emitted:
     """Emit a write by tensors of indices to this rank's entries, and return its result."""
     layout = local.results[0]
     x = local.operand("self")
-    indices, dims, mask = _find(local, layout)
+    indices, dims, mask = _locate_all(local, layout)
     if not dims:
         return local.same(self=once_per_sum(local, x), indices=indices)
     if local.call["accumulate"]:

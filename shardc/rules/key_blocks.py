@@ -150,12 +150,39 @@ class KeyBlocks:
 
         A gathered tensor has the shape [ranks, b, g, k, e].
         """
-        out = []
-        for x in tensors if self.gathers else ():
-            started = self.run(functional.all_gather_into_tensor.default, self._contiguous(x), self.ranks, self.group)
-            shape = [self.ranks, *self.local.builder.shape(x)]
-            out.append(self.run(aten.reshape.default, self.run(WAIT, started), shape))
-        return out or tensors
+        if not self.gathers:
+            return tensors
+        return [gathered(self.local, x, self._contiguous(x), self.ranks, self.group) for x in tensors]
+
+    def with_keys(self, blocks: Iterator[KeyBlock]) -> Iterator[tuple[KeyBlock, Emitted, Emitted]]:
+        """Yield each of ``blocks`` with its keys and its values. Emits the communication that brings them here."""
+        # Where their shapes allow it, keys and values travel as one tensor.
+        reached = self.reached(self.joined(self.local.operand("key"), self.local.operand("value")))
+        for block in blocks:
+            keys, values = self.parted([block.take(x) for x in reached])
+            yield block, keys, values
+
+    def gradients(
+        self, blocks: Iterator[KeyBlock], of_block: Callable[[KeyBlock, Emitted, Emitted], Sequence[Emitted]]
+    ) -> list[Emitted]:
+        """Return the gradients of this rank's query, key and value, and of further tensors, summed over ``blocks``.
+
+        Args:
+            of_block: function of a block, its keys and its values that emits and returns the gradients for this block.
+        """
+        sources: list[int] = []
+        of_keys: list[list[Emitted]] = []
+        of_others: list[list[Emitted]] = []
+        for block, keys, values in self.with_keys(blocks):
+            dq, dk, dv, *rest = of_block(block, keys, values)
+            # Gradients of keys go back to the rank of the keys, the others stay.
+            of_others.append([dq, *rest])
+            sources.append(block.source)
+            of_keys.append([block.back(x) for x in self.joined(dk, dv)])
+        totals = [self.total(list(zip(sources, parts, strict=True))) for parts in zip(*of_keys, strict=True)]
+        dq, *rest = (added(self.local, list(parts)) for parts in zip(*of_others, strict=True))
+        grads = [dq, *self.parted(totals)]
+        return [*([narrow(self.local, x) for x in grads] if len(sources) > 1 else grads), *rest]
 
     def total(self, parts: list[tuple[int, Emitted]]) -> Emitted:
         """Return the gradient of this rank's keys or values (or both, as `joined`), summed over blocks and ranks.
@@ -429,6 +456,15 @@ def _times(run: Callable[..., Emitted], x: Emitted, by: int) -> Emitted:
     return x * by if isinstance(x, int) else x if by == 1 else run(aten.mul.Tensor, x, by)
 
 
+def gathered(local: Local, x: Emitted, message: Emitted, ranks: int, group: str) -> Emitted:
+    """Emit an all-gather of ``message``, which is ``x`` in contiguous memory, over the ``ranks`` of ``group``, and wait
+    for it; return the result, [ranks, *shape of x].
+    """
+    call = local.builder.call
+    started = call(functional.all_gather_into_tensor.default, message, ranks, group)
+    return call(aten.reshape.default, call(WAIT, started), [ranks, *local.builder.shape(x)])
+
+
 def _same(x: Emitted) -> Emitted:
     """Return ``x`` itself."""
     return x
@@ -453,13 +489,15 @@ def _composed(
 
 def wide(local: Local, x: Emitted) -> Emitted:
     """Cast ``x`` to float32 if the call computes in a 16-bit dtype; else return it unchanged."""
-    dtype = local.call.operands[0].dtype
-    few = dtype in (torch.float16, torch.bfloat16)
-    return local.builder.call(aten._to_copy.default, x, dtype=torch.float32) if few else x
+    return local.builder.call(aten._to_copy.default, x, dtype=torch.float32) if _is_16_bit(local) else x
 
 
 def narrow(local: Local, x: Emitted) -> Emitted:
     """Cast ``x`` from float32 to the call's dtype, if this is a 16-bit one; else return it unchanged."""
     dtype = local.call.operands[0].dtype
-    few = dtype in (torch.float16, torch.bfloat16)
-    return local.builder.call(aten._to_copy.default, x, dtype=dtype) if few else x
+    return local.builder.call(aten._to_copy.default, x, dtype=dtype) if _is_16_bit(local) else x
+
+
+def _is_16_bit(local: Local) -> bool:
+    """Return whether the call computes in a 16-bit dtype."""
+    return local.call.operands[0].dtype in (torch.float16, torch.bfloat16)

@@ -23,7 +23,7 @@ from math import gcd, prod
 
 from shardc.errors import RuleError
 from shardc.ir.layout import REDUCE_OPS
-from shardc.rules.rule import Call, Local, Localize, Rule
+from shardc.rules.rule import Call, Local, Localize, Rule, SpecOf
 from shardc.rules.spec import Dims, Factors, Spec
 
 FREE = ""
@@ -155,21 +155,32 @@ class Loops:
         return left.dims(), right.dims()
 
 
-def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of an op that mixes elements along ``dims`` only, such as a sort. These dims must not be split
-    and may change size. ``linear`` and ``moves`` are as in `Spec`.
+def broadcast_factors(dims: Dims, shape: Sequence[int]) -> Dims:
+    """Return the factors of an operand of ``shape`` that broadcasts to a tensor with the factors ``dims``: the last
+    ones, and none for a dim of size 1.
     """
-    loops = Loops(call)
-    ndim = len(loops.shapes[0])
-    whole = {d % ndim for d in dims} if ndim else set()
+    last = dims[len(dims) - len(shape) :]
+    return tuple(() if size == 1 else factors for size, factors in zip(shape, last, strict=True))
 
-    def factors(shape: Sequence[int]) -> Dims:
-        # Named by size as well, since operand and result may differ in it.
-        return loops.dims("d", shape, but={i: loops.dim(f"x{i}.{shape[i]}", shape[i], WHOLE) for i in whole})
 
-    return loops.spec(
-        list(map(factors, loops.shapes)), list(map(factors, loops.result_shapes)), linear=linear, moves=moves
-    )
+def mixed(dims_of: Callable[[Call], Iterable[int]], *, linear: bool = False, moves: bool = False) -> SpecOf:
+    """Return the spec function of ops that mix elements along the dims ``dims_of(call)`` only, such as a sort. These
+    dims must not be split and may change size. ``linear``: operand 0 may be a partial sum; ``moves`` is as in `Spec`.
+    """
+
+    def spec(call: Call) -> Spec:
+        loops = Loops(call)
+        ndim = len(loops.shapes[0])
+        whole = {d % ndim for d in dims_of(call)} if ndim else set()
+
+        def factors(shape: Sequence[int]) -> Dims:
+            # Named by size as well, since operand and result may differ in it.
+            return loops.dims("d", shape, but={i: loops.dim(f"x{i}.{shape[i]}", shape[i], WHOLE) for i in whole})
+
+        operands, results = list(map(factors, loops.shapes)), list(map(factors, loops.result_shapes))
+        return loops.spec(operands, results, linear=[{0}] if linear else (), moves=moves)
+
+    return spec
 
 
 _MAJOR, _MINOR = 0, -1

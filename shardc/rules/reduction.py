@@ -69,12 +69,8 @@ def along(ops: str, *, linear: bool = False) -> list[Rule]:
     """Return rules for ops along argument ``dim``, which must not be split and may change its size; ``linear``: operand
     0 may be a partial sum.
     """
-
-    def spec(call: Call) -> Spec:
-        return mixed(call, [call["dim"]], linear=[{0}] if linear else ())
-
     text = "... n -> ... m    n m: whole" + ("    linear in self" if linear else "")
-    return rules_for(ops, spec, text)
+    return rules_for(ops, mixed(lambda call: [call["dim"]], linear=linear), text)
 
 
 def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
@@ -105,7 +101,7 @@ SCANS = table(
     _recurrent("steps_backward", "t n s, n s, r h, t n s, t n g -> t n g, n s"),
     along("cumsum", linear=True),
     along("cumprod cummax cummin logcumsumexp sort argsort topk linalg_cross"),
-    Rule("aten.msort", lambda call: mixed(call, [0]), "n ... -> n ...    n: whole"),
+    Rule("aten.msort", mixed(lambda call: [0]), "n ... -> n ...    n: whole"),
     Rule(
         "aten.histc",
         _counted(lambda call: call["min"] < call["max"]),

@@ -464,14 +464,13 @@ TABLE = table(
         _call,
         "t d, t k, t k, e ... -> t o    e: sum; or t and e over one axis, whose rows are sent",
         _call_local,
-        opaque=True,
     ),
     Rule(
         "shardc_experts.gradient",
         _gradient,
         "t o, t d, t k, t k, e ... -> t d, t k, e ...    t, e: sum; or t and e over one axis, whose rows are sent",
         _gradient_local,
-        opaque=True,
     ),
+    opaque=True,
     strides=CONTIGUOUS,
 )

@@ -70,6 +70,11 @@ class Call:
     def name(self) -> str:
         return str(self.target)
 
+    @property
+    def dim(self) -> int:
+        """Return argument ``dim``, counted from 0, for an op on the dims of operand 0; 0 if that has none."""
+        return int(self["dim"]) % max(len(self.operands[0].shape), 1)
+
 
 class Builder(Protocol):
     """Interface that emits local ops: into a graph (`passes.localize`), or by a run on all ranks (`runtime.sim`)."""
@@ -203,13 +208,13 @@ def rules_for(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same
     return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
 
 
-def table(*rules: Rule | Sequence[Rule], strides: str = "") -> dict[str, Rule]:
-    """Return ``rules`` (rules or lists of rules) as a dict: op -> rule. If ``strides`` is given, it applies to all of
-    them. Asserts that no op has two rules.
+def table(*rules: Rule | Sequence[Rule], **fields: Any) -> dict[str, Rule]:
+    """Return ``rules`` (rules or lists of rules) as a dict: op -> rule. All of them get the ``fields``, such as
+    ``strides=ANY``. Asserts that no op has two rules.
     """
     out: dict[str, Rule] = {}
     for item in rules:
         for rule in [item] if isinstance(item, Rule) else item:
             assert rule.op not in out, f"two rules for {rule.op}"
-            out[rule.op] = replace(rule, strides=strides or rule.strides)
+            out[rule.op] = replace(rule, **fields)
     return out

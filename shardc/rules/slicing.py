@@ -5,8 +5,7 @@ A dim is cut into equal blocks such that every edge of a slice is a block edge; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 
@@ -15,7 +14,7 @@ import torch
 from shardc.ir.layout import Layout
 from shardc.rules.notation import FREE, WHOLE, Loops, mixed
 from shardc.rules.positions import split, to_local_index, zero_unless
-from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, SpecOf, rules_for, table
+from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, rules_for, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -32,21 +31,22 @@ def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     shape = loops.shapes[0]
     sizes = [out[dim] for out in loops.result_shapes]
     # The dim may be split into blocks of this size, since every range consists of whole ones.
-    block = reduce(gcd, [*starts, *sizes], shape[dim]) if all(sizes) else 0
+    block = gcd(shape[dim], *starts, *sizes) if all(sizes) else 0
+    results = [_in_blocks(loops, out, dim, block, f"y{i}") for i, out in enumerate(loops.result_shapes)]
+    return loops.spec([_in_blocks(loops, shape, dim, block, "x")], results, moves=True)
 
-    def dims(name: str, size: int) -> Dims:
-        return loops.dims("d", shape, but={dim: loops.blocks(name, size, block)})
 
-    return loops.spec(
-        [dims("x", shape[dim])], [dims(f"y{i}", out[dim]) for i, out in enumerate(loops.result_shapes)], moves=True
-    )
+def _in_blocks(loops: Loops, shape: Sequence[int], dim: int, block: int, name: str) -> Dims:
+    """Declare and return the factors of a tensor of ``shape`` whose dim ``dim`` consists of blocks of ``block``
+    elements. Such tensors of a call share all factors but the number of blocks, which ``name`` is for.
+    """
+    return loops.dims("d", shape, but={dim: loops.blocks(name, shape[dim], block)})
 
 
 def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
     """Return (dim, start, end, step) with defaults and negative indices resolved."""
-    shape = call.operands[0].shape
-    dim = call["dim"] % len(shape)
-    size = shape[dim]
+    dim = call.dim
+    size = call.operands[0].shape[dim]
     start, end = (0 if call["start"] is None else call["start"]), (size if call["end"] is None else call["end"])
     start, end = (min(max(at + size if at < 0 else at, 0), size) for at in (start, end))
     return dim, start, max(start, end), call["step"]
@@ -88,24 +88,21 @@ def _to_local(layout: Layout, dim: int, edge: int) -> int:
 
 def _split(call: Call) -> Spec:
     """Return the spec of a split of one dim into consecutive ranges."""
-    dim = call["dim"] % len(call.operands[0].shape)
-    sizes = [v.shape[dim] for v in call.results if v is not None]
-    return _ranges(call, dim, list(accumulate(sizes))[:-1])
+    sizes = [v.shape[call.dim] for v in call.results if v is not None]
+    return _ranges(call, call.dim, list(accumulate(sizes))[:-1])
 
 
 def _split_local(local: Local) -> Emitted:
     """Emit a split with local sizes; return its results."""
-    dim = local.call["dim"] % len(local.call.operands[0].shape)
-    sizes = [layout.local_shape[dim] for layout in local.results]
-    return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, dim)
+    sizes = [layout.local_shape[local.call.dim] for layout in local.results]
+    return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, local.call.dim)
 
 
 def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
     """Return (`Loops`, factors of operand 0's dims, the same factors without those of ``dim``). The factor of argument
     ``dim`` is named ``n`` and has kind ``kind``.
     """
-    loops = Loops(call)
-    dim = call["dim"] % len(loops.shapes[0])
+    loops, dim = Loops(call), call.dim
     x = loops.dims("d", loops.shapes[0], but={dim: loops.indexed("n", loops.shapes[0][dim], kind)})
     return loops, x, (*x[:dim], *x[dim + 1 :])
 
@@ -116,22 +113,21 @@ def _select(call: Call) -> Spec:
     return loops.spec([x], [rest], moves=True)
 
 
-def _index(call: Call) -> int:
-    """Return the selected index as a non-negative number. A negative index must not count from the end of the local
-    dim, which may be padded.
+def _selected(local: Local) -> tuple[int, Emitted | None]:
+    """Return (local index of the element that the call's argument ``index`` selects, mask that is true on the rank that
+    holds it). The mask is None if all ranks hold the element.
     """
-    shape = call.operands[0].shape
-    index, dim = int(call["index"]), int(call["dim"])
-    return index % shape[dim % len(shape)]
+    call, layout = local.call, local.operands[0]
+    # A negative index must not count from the end of the local dim, which may be padded.
+    index = int(call["index"]) % call.operands[0].shape[call.dim]
+    return to_local_index(local, layout, call.dim, index) if split(layout, call.dim) else (index, None)
 
 
 def _select_local(local: Local) -> Emitted:
     """Emit ``select`` (one index of a dim) on every rank; ranks that do not hold that element return zero."""
-    dim = local.call["dim"] % len(local.call.operands[0].shape)
-    if not split(local.operands[0], dim):
-        return local.same(index=_index(local.call))
-    index, mask = to_local_index(local, local.operands[0], dim, _index(local.call))
-    return zero_unless(local, mask, local.same(index=index))
+    index, mask = _selected(local)
+    element = local.same(index=index)
+    return element if mask is None else zero_unless(local, mask, element)
 
 
 def _unbind(call: Call) -> Spec:
@@ -146,13 +142,9 @@ def _slice_scatter(call: Call) -> Spec:
     dim, start, _, step = _slice_bounds(call)
     loops = Loops(call)
     shape, src = loops.shapes
-    block = reduce(gcd, [start, src[dim], shape[dim]]) if step == 1 else 0
-
-    def dims(name: str, size: int) -> Dims:
-        return loops.dims("d", shape, but={dim: loops.blocks(name, size, block)})
-
-    x = dims("x", shape[dim])
-    return loops.spec([x, dims("y", src[dim])], [x], linear=[{0, 1}])
+    block = gcd(start, src[dim], shape[dim]) if step == 1 else 0
+    x = _in_blocks(loops, shape, dim, block, "x")
+    return loops.spec([x, _in_blocks(loops, src, dim, block, "y")], [x], linear=[{0, 1}])
 
 
 def _slice_scatter_local(local: Local) -> Emitted:
@@ -171,11 +163,9 @@ def _select_scatter(call: Call) -> Spec:
 
 def _select_scatter_local(local: Local) -> Emitted:
     """Emit and return a ``select_scatter``, in which only the rank that holds the index writes."""
-    dim = local.call["dim"] % len(local.call.operands[0].shape)
-    if not split(local.operands[0], dim):
-        return local.same(index=_index(local.call))
-    index, mask = to_local_index(local, local.operands[0], dim, _index(local.call))
-    return local.builder.call(aten.where.self, mask, local.same(index=index), local.operand("self"))
+    index, mask = _selected(local)
+    written = local.same(index=index)
+    return written if mask is None else local.builder.call(aten.where.self, mask, written, local.operand("self"))
 
 
 # --- cat, pad, stack
@@ -187,16 +177,15 @@ def _cat(call: Call) -> Spec:
     shape = loops.result_shapes[0]
     dim = call["dim"] % len(shape)
     # torch.cat accepts an empty one-dim tensor among tensors of any rank.
-    block = reduce(gcd, [x[dim] for x in loops.shapes if len(x) == len(shape)])
+    block = gcd(*(x[dim] for x in loops.shapes if len(x) == len(shape)))
 
-    def dims(name: str, size: int) -> Dims:
-        return loops.dims("d", shape, but={dim: loops.blocks(name, size, block if size else 0)})
+    def factors(name: str, x: Sequence[int]) -> Dims:
+        if len(x) != len(shape):
+            return loops.dims(f"{name}.", x, WHOLE)
+        return _in_blocks(loops, x, dim, block if x[dim] else 0, name)
 
-    operands = [
-        dims(f"x{i}", x[dim]) if len(x) == len(shape) else loops.dims(f"x{i}.", x, WHOLE)
-        for i, x in enumerate(loops.shapes)
-    ]
-    return loops.spec(operands, [dims("y", shape[dim])], linear=[range(len(operands))])
+    operands = [factors(f"x{i}", x) for i, x in enumerate(loops.shapes)]
+    return loops.spec(operands, [factors("y", shape)], linear=[range(len(operands))])
 
 
 def _pads(call: Call) -> list[tuple[int, int]]:
@@ -238,15 +227,9 @@ def _stack(call: Call) -> Spec:
 # --- flip, roll, tril
 
 
-def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> SpecOf:
-    """Return the function that gives the spec of an op that moves elements along the dims ``dims_of(call, ndim)``, such
-    as ``flip``. These dims must not be split. ``moves`` is as in `Spec`.
-    """
-
-    def spec(call: Call) -> Spec:
-        return mixed(call, dims_of(call, len(call.operands[0].shape)), linear=[{0}], moves=moves)
-
-    return spec
+def _rolled(call: Call) -> Sequence[int]:
+    """Return the dims that ``roll`` rolls: all dims if its ``dims`` is empty (it then rolls the flattened tensor)."""
+    return call["dims"] or range(len(call.operands[0].shape))
 
 
 _BLOCKS = "(m r) -> (n r)    m n: whole"
@@ -271,14 +254,8 @@ TABLE = table(
     Rule("aten.cat", _cat, "(m r), (n r), ... -> (k r)    m n k: whole    linear in all"),
     Rule("aten.stack", _stack, "..., ... -> n ...    n: whole    linear in all"),
     Rule("aten.constant_pad_nd", _pad, f"{_BLOCKS}    linear where the value is 0", _pad_local),
-    Rule("aten.flip", _moved(lambda call, _: call["dims"], moves=True), "flipped dims: whole    linear"),
-    Rule(
-        "aten.roll", _moved(lambda call, ndim: call["dims"] or range(ndim), moves=True), "rolled dims: whole    linear"
-    ),
-    rules_for(
-        "tril triu",
-        _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False),
-        "... a b -> ... a b    a b: whole    linear",
-    ),
+    Rule("aten.flip", mixed(lambda call: call["dims"], linear=True, moves=True), "flipped dims: whole    linear"),
+    Rule("aten.roll", mixed(_rolled, linear=True, moves=True), "rolled dims: whole    linear"),
+    rules_for("tril triu", mixed(lambda call: (-2, -1), linear=True), "... a b -> ... a b    a b: whole    linear"),
     strides=ANY,
 )

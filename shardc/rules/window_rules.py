@@ -280,24 +280,21 @@ def _convolve_weight_local(local: Local) -> Emitted:
 _TEXT = "n (g c) l, (g o) c k -> n (g o) l"
 
 TABLE = table(
-    Rule("shardc_window.shift", _shift, "... l ... -> ... l ...    l: in order    linear", _shift_local, opaque=True),
-    Rule("shardc_window.edge", _edge, "... l ... -> ... m ...    l: sum; m: whole    linear", _edge_local, opaque=True),
-    Rule(
-        "shardc_window.cumsum", _cumsum, "... l ... -> ... l ...    l: in order    linear", _cumsum_local, opaque=True
-    ),
+    Rule("shardc_window.shift", _shift, "... l ... -> ... l ...    l: in order    linear", _shift_local),
+    Rule("shardc_window.edge", _edge, "... l ... -> ... m ...    l: sum; m: whole    linear", _edge_local),
+    Rule("shardc_window.cumsum", _cumsum, "... l ... -> ... l ...    l: in order    linear", _cumsum_local),
     Rule(
         "shardc_window.convolve",
         _convolve,
         f"{_TEXT}    c: sum; k: whole; l: in order    linear in x, weight",
         _convolve_local,
-        opaque=True,
     ),
     Rule(
         "shardc_window.convolve_weight",
         _convolve_weight,
         "n (g o) l, n (g c) l, (g o) c k -> (g o) c k    n: sum; l: sum, in order; k: whole    linear in grad, x",
         _convolve_weight_local,
-        opaque=True,
     ),
+    opaque=True,
     strides=ANY,
 )
