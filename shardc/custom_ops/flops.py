@@ -8,7 +8,7 @@ does not know all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Size, fx
 from torch.utils.flop_counter import flop_registry
 
-from shardc._compat import OpOverload
+from shardc._compat import OpOverload, pytree
 from shardc.custom_ops import (
     attention_ops,
     expert_ops,
@@ -137,15 +137,10 @@ def flops(
         return int(_OTHERS[target](*args, **(dict(kwargs) if target in _FLEX else {})))
     formula = flop_registry[target.overloadpacket]
     if not hasattr(formula, "__wrapped__"):  # it takes tensors (``get_raw=True``)
-        args, kwargs, result = _tensors(args), _tensors(kwargs), _tensors(result)
+        args, kwargs, result = pytree.tree_map_only(
+            Size, partial(torch.empty, device="meta"), (args, kwargs, result), is_leaf=lambda x: isinstance(x, Size)
+        )
     return int(formula(*args, **dict(kwargs), out_val=result))
-
-
-def _tensors(x: Any) -> Any:
-    """Replace each shape in ``x`` (a shape, or nested tuples and lists of shapes) by a meta tensor of that shape."""
-    if isinstance(x, Size):
-        return torch.empty(x, device="meta")
-    return type(x)(map(_tensors, x)) if isinstance(x, tuple | list) else x
 
 
 def of_function(kind: str, graphs: tuple[fx.Graph, ...]) -> int:

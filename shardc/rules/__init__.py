@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardc._compat import pytree
 from shardc.custom_ops.flops import flops, is_dense
 from shardc.custom_ops.functional_ops import written_op
 from shardc.errors import RuleError
@@ -111,24 +112,16 @@ def spec_of(call: Call) -> Spec | None:
     spec = None if op_rule is None else op_rule.spec(call)
     if spec is None or not is_dense(call.target):
         return spec
-    args, kwargs = _shapes(call.args), tuple((name, _shapes(x)) for name, x in call.kwargs)
-    result_shapes = _shapes(call.results)
-    return replace(
-        spec, flops=flops(call.target, args, kwargs, result_shapes[0] if len(result_shapes) == 1 else result_shapes)
+    args, kwargs, shapes = pytree.tree_map_only(
+        Value, lambda value: torch.Size(value.shape), (call.args, call.kwargs, call.results)
     )
+    return replace(spec, flops=flops(call.target, args, kwargs, shapes[0] if len(shapes) == 1 else shapes))
 
 
 # Ops with functions have the rules of the ops in these.
 RULES: Mapping[str, Rule] = table(
     [rule for family in FAMILIES for rule in family.TABLE.values()] + function_rules.rules(find_rule, spec_of)
 )
-
-
-def _shapes(x: Any) -> Any:
-    """Return ``x``, an argument or a nested tuple, with each `Value` replaced by its shape."""
-    if isinstance(x, tuple):
-        return tuple(_shapes(item) for item in x)
-    return torch.Size(x.shape) if isinstance(x, Value) else x
 
 
 @typed(RuleError)

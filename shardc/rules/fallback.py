@@ -17,7 +17,7 @@ from shardc.ir.graph import Value
 from shardc.ir.op_traits import draws
 from shardc.rules.notation import WHOLE, Loops
 from shardc.rules.rule import Call, Rule
-from shardc.rules.spec import Dims, Spec
+from shardc.rules.spec import Factors, Spec
 
 TEXT = "the table of torch.distributed.tensor"
 _ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it selects an element of a whole dim
@@ -49,19 +49,14 @@ def _spec(call: Call) -> Spec:
             linear.append(row.linear)
         elif row.usable(loops, factor_of):
             factor_of |= {at: (f"r{number}", row.kind) for at in row.split}
-    shapes = [*loops.result_shapes, *loops.shapes]
-    dims: list[Dims] = [
-        tuple(loops.dim(*_factor(factor_of, at, i, n)) for i, n in enumerate(shape)) for at, shape in enumerate(shapes)
-    ]
-    return loops.spec(dims[len(loops.result_shapes) :], dims[: len(loops.result_shapes)], linear=linear)
 
+    def factors(at: int, dim: int, size: int) -> Factors:
+        name, kind = factor_of.get((at, dim), (f"x{at}.{dim}", WHOLE))
+        return loops.dim(name, size, kind)
 
-def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, size: int) -> tuple[str, int, str]:
-    """Return (name, size, kind) of the factor of dim ``dim`` of tensor number ``at``. ``named`` has the known factors,
-    (tensor, dim) -> (name, kind); a dim that is not in it gets a factor that must be whole.
-    """
-    name, kind = named.get((at, dim), (f"x{at}.{dim}", WHOLE))
-    return name, size, kind
+    shapes, results = [*loops.result_shapes, *loops.shapes], len(loops.result_shapes)
+    dims = [tuple(factors(at, i, size) for i, size in enumerate(shape)) for at, shape in enumerate(shapes)]
+    return loops.spec(dims[results:], dims[:results], linear=linear)
 
 
 def _rows(call: Call) -> list[list[object]]:

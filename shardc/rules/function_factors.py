@@ -363,7 +363,7 @@ class Factored:
                 self.sub_dims.keep_whole(time)
         self.time = time
         self._keep_distinct()
-        self._settle()
+        self._propagate_pending()
         self.replicated = self._replicated()
         for at in range(counts[0] if self.time else 0):  # the last rank has what the last step carries
             self.pending[at] |= frozenset(self.sub_dims.leaves(self.time)) - self.sub_dims.whole
@@ -383,7 +383,7 @@ class Factored:
         for rows in (*self.operands, *self.results):
             self.sub_dims.keep_distinct(rows)
 
-    def _settle(self) -> None:
+    def _propagate_pending(self) -> None:
         """Computes over which sub-dims the carries (values that go from step to step) and results are pending sums.
         Steps are repeated until nothing changes.
 
@@ -435,9 +435,12 @@ class Factored:
         steps).
         """
         split = [_leaves_of(self.sub_dims, rows) for rows in self.results]
-        every = _leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
-        free = every - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
+        free = self._all_leaves() - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
         return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - split[at])
+
+    def _all_leaves(self) -> set[int]:
+        """Return the sub-dims of all operands and results."""
+        return _leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows])
 
     def dims(self, rows: Rows) -> tuple[tuple[str, ...], ...]:
         """Return the names of the factors of each dim of an operand or result, whose sub-dims are ``rows``."""
@@ -450,15 +453,14 @@ class Factored:
 
     def spec(self) -> Spec:
         """Return the `Spec` of the call. Its factors are the sub-dims of the operands and results."""
-        every = sorted(_leaves_of(self.sub_dims, [row for rows in (*self.operands, *self.results) for row in rows]))
-        free, pending = set(every) - self.sub_dims.whole, NOTHING.union(*self.pending)
+        every, pending = sorted(self._all_leaves()), NOTHING.union(*self.pending)
         time = frozenset(map(self.factor, self.sub_dims.leaves(self.time)))
         return Spec(
             tuple(map(self.dims, self.operands)),
             tuple(map(self.dims, self.results)),
             tuple(sorted((self.factor(x), self.sub_dims.size(x)) for x in every)),
             tuple((self.factor(x), "sum") for x in every if x in pending),
-            frozenset(self.factor(x) for x in every if x not in free),
+            frozenset(self.factor(x) for x in every if x in self.sub_dims.whole),
             replicated=self.replicated,
             indexed=time,
             ordered=time,

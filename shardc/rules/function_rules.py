@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import getitem
 from typing import Any, TypeVar
 
@@ -29,11 +30,7 @@ def rules(find_rule: FindRule, spec_of: SpecOf) -> list[Rule]:
     Args:
         find_rule, spec_of: give the rules and specs of the ops in the functions.
     """
-    text = "as the ops in its functions"
-
-    def localize(local: Local) -> Emitted:
-        return _localize(local, find_rule, spec_of)
-
+    text, localize = "as the ops in its functions", partial(_localize, find_rule=find_rule, spec_of=spec_of)
     return [
         Rule(f"shardc_function.{kind}", lambda call: Factored(call, spec_of).spec(), text, localize) for kind in OPS
     ]

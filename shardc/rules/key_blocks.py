@@ -83,18 +83,17 @@ class KeyBlocks:
         if self.whole and not self.query.dim_axes(2):
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
             return
-        stripes = self._stripes() if causal and not self.filled else None
+        stripes = self._stripe_digits() if causal and not self.filled else None
         if self.gathers and stripes is None:
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
             yield KeyBlock(self._concatenated, self._split_by_rank, 0, bias, blind=blind)
             return
         for number in range(self.ranks):
-            at, (come, go) = self._coordinates(number), self._ways(number)
             if stripes is None:
-                bias, blind = self._bias([at])
-                yield KeyBlock(come, go, number, bias, blind=blind)
+                bias, blind = self._bias([self._coordinates(number)])
+                yield KeyBlock(*self._shard_functions(number), number, bias, blind=blind)
             else:
-                yield from self._striped(stripes, number, at, come, go)
+                yield from self._striped(stripes, number)
 
     def by_position(self) -> Iterator[KeyBlock]:
         """Yield the blocks with the global positions of their keys, without bias: all keys, or those of each rank of
@@ -108,7 +107,7 @@ class KeyBlocks:
             yield KeyBlock(self._concatenated, self._split_by_rank, columns=self._columns(*range(self.ranks)))
         else:
             for number in range(self.ranks):
-                yield KeyBlock(*self._ways(number), source=number, columns=self._columns(number))
+                yield KeyBlock(*self._shard_functions(number), source=number, columns=self._columns(number))
 
     def _columns(self, *numbers: int) -> Emitted:
         """Return the global positions of the keys of several ranks, one rank after the other: int64 [k], emitted once.
@@ -117,7 +116,7 @@ class KeyBlocks:
         key = ("columns", self.gathers, self.sent, self.key.shape[2], self.key.dims[2], numbers)
         return self.local.builder.once(key, lambda: self._key_positions([self._coordinates(n) for n in numbers]))
 
-    def _ways(self, number: int) -> tuple[Callable[[Emitted], Emitted], Callable[[Emitted], Emitted]]:
+    def _shard_functions(self, number: int) -> tuple[Callable[[Emitted], Emitted], Callable[[Emitted], Emitted]]:
         """Return the functions `KeyBlock.take` and `KeyBlock.back` of the shard of rank ``number`` (see
         `_coordinates`).
         """
@@ -272,27 +271,26 @@ class KeyBlocks:
         """Return axis -> index of the rank that keys come from: rank ``number`` if keys are gathered, else the rank
         ``number`` positions earlier in the ring. Axes that are missing have this rank's index.
         """
-        if self.gathers:
-            out, below = dict[str, Emitted](), self.ranks
-            for axis in self.sent:
-                below //= self.mesh.size(axis)
-                out[axis] = number // below % self.mesh.size(axis)
-            return out
-        if (shift := number) == 0:
+        if not self.gathers and number == 0:
             return {}
-        linear = self.run(aten.sub.Tensor, self.local.builder.coordinate(self.sent), shift)
-        linear = self.run(aten.remainder.Scalar, linear, self.ranks)
-        out, below = {}, self.ranks
+        rank: Emitted = number
+        if not self.gathers:
+            rank = self.run(aten.sub.Tensor, self.local.builder.coordinate(self.sent), number)
+            rank = self.run(aten.remainder.Scalar, rank, self.ranks)
+        out, below = dict[str, Emitted](), self.ranks
         for axis in self.sent:
-            below //= self.mesh.size(axis)
-            index = linear if below == 1 else self.run(aten.div.Tensor_mode, linear, below, rounding_mode="floor")
-            last = index if axis == self.sent[0] else self.run(aten.remainder.Scalar, index, self.mesh.size(axis))
-            out[axis] = last
+            size = self.mesh.size(axis)
+            below //= size
+            if isinstance(rank, int):
+                out[axis] = rank // below % size
+                continue
+            index = rank if below == 1 else self.run(aten.div.Tensor_mode, rank, below, rounding_mode="floor")
+            out[axis] = index if axis == self.sent[0] else self.run(aten.remainder.Scalar, index, size)
         return out
 
     # --- causal blocks, for the kernel's own causal mode
 
-    def _stripes(self) -> Digits | None:
+    def _stripe_digits(self) -> Digits | None:
         """Return the minor digits (factors of the sequence) of the keys, which number their stripes (every n-th key).
         Return None if the keys cannot be cut into stripes that match the split of the queries.
 
@@ -319,61 +317,43 @@ class KeyBlocks:
             return None
         return minor
 
-    def _striped(
-        self,
-        minor: Digits,
-        source: int,
-        at: dict[str, Emitted],
-        come: Callable[[Emitted], Emitted],
-        go: Callable[[Emitted], Emitted],
-    ) -> Iterator[KeyBlock]:
+    def _striped(self, minor: Digits, source: int) -> Iterator[KeyBlock]:
         """Yield a block for each stripe (every n-th key) of the keys of one rank.
 
         Args:
-            minor: digits of the sequence that number the stripes (`_stripes`).
-            source: index of the rank whose keys they are, if keys are gathered; else 0.
-            at: axis -> index of the rank whose keys they are (`_coordinates`).
-            come, go: `KeyBlock.take` and `KeyBlock.back` of its whole shard.
+            minor: digits of the sequence that number the stripes (`_stripe_digits`).
+            source: number of the rank whose keys they are, as in `_coordinates`.
         """
+        at, (take, back) = self._coordinates(source), self._shard_functions(source)
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
         stripes_per_rank = prod(d.radix for d in minor if d.axis is None)
         length = min(self.keys, self.key.shape[2]) if self.whole else self.key.local_shape[2]
         for choice in product(*(range(d.radix) if d.axis is None else (None,) for d in minor)):
-            number = sum(
-                index * stride
-                for index, stride in zip((i for i in choice if i is not None), _below(minor), strict=True)
-            )  # fmt: skip
-            query_offset, key_offset, stride = None, None, prod(d.radix for d in minor)
+            # The first query and the first key of the block, as offsets in a run of neighbours.
+            query_offset, key_offset = None, None
+            number, stride = 0, prod(d.radix for d in minor)
             for axis, index, digit in zip(axes, choice, minor, strict=True):
                 stride //= digit.radix
-                axis_offset = _times(self.run, self.local.builder.coordinate((axis,)), stride)
-                if index is None:
-                    term = _times(self.run, at[axis], stride) if axis in at else axis_offset
+                query_term = _times(self.run, self.local.builder.coordinate((axis,)), stride)
+                if index is not None:
+                    number = number * digit.radix + index
+                    key_term: Emitted = index * stride
                 else:
-                    term = index * stride
-                query_offset = (
-                    axis_offset if query_offset is None else self.run(aten.add.Tensor, query_offset, axis_offset)
-                )
-                key_offset = term if key_offset is None else _add(self.run, key_offset, term)
+                    key_term = _times(self.run, at[axis], stride) if axis in at else query_term
+                query_offset = _add(self.run, query_offset, query_term)
+                key_offset = _add(self.run, key_offset, key_term)
             # Causal: query i sees key i of the block only if the block's keys do not come later.
             later = None
             # A rank's own keys have the offsets of its queries, so none comes later.
             own_piece = not self.gathers and source == 0 and stripes_per_rank == 1
             if not own_piece and not (isinstance(key_offset, int) and key_offset == 0):
-                later = self.run(aten.squeeze.dim, self._before(query_offset, key_offset), 0)
-            take, back = (
-                partial(self._stripe, number, stripes_per_rank, length),
-                partial(self._unstripe, number, stripes_per_rank, length),
-            )
+                is_before = aten.lt.Scalar if isinstance(key_offset, int) else aten.lt.Tensor
+                later = self.run(aten.squeeze.dim, self.run(is_before, query_offset, key_offset), 0)
             if stripes_per_rank == 1:
-                yield KeyBlock(come, go, source, None, True, later)
-            else:
-                yield KeyBlock(_composed(come, take), _composed(back, go), source, None, True, later)
-
-    def _before(self, query: Emitted, key: Emitted) -> Emitted:
-        """Return whether ``query`` is before ``key``: bool, per element."""
-        compare = aten.lt.Scalar if isinstance(key, int) else aten.lt.Tensor
-        return self.run(compare, query, key)
+                yield KeyBlock(take, back, source, causal=True, later=later)
+                continue
+            cut, uncut = (partial(f, number, stripes_per_rank, length) for f in (self._stripe, self._unstripe))
+            yield KeyBlock(_composed(take, cut), _composed(uncut, back), source, causal=True, later=later)
 
     def _stripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
         """Return elements ``number``, ``number + step``, ... below ``length`` of ``x`` along the sequence."""
@@ -438,14 +418,10 @@ class KeyBlocks:
         return per_rank[0] if len(per_rank) == 1 else self.run(aten.cat.default, per_rank)
 
 
-def _below(minor: Digits) -> list[int]:
-    """Return the stride of each local digit of ``minor``, as if ``minor`` had no other digits."""
-    sizes = [d.radix for d in minor if d.axis is None]
-    return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
-
-
-def _add(run: Callable[..., Emitted], left: Emitted, right: Emitted) -> Emitted:
-    """Return ``left + right``, emitted by ``run``; either may be an int."""
+def _add(run: Callable[..., Emitted], left: Emitted | None, right: Emitted) -> Emitted:
+    """Return ``left + right``, emitted by ``run``; either may be an int. Without ``left`` (None) return ``right``."""
+    if left is None:
+        return right
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     return run(aten.add.Tensor, *((right, left) if isinstance(left, int) else (left, right)))

@@ -7,7 +7,7 @@ a rank with a shard of a table would take a wrong id for another rank's. On an a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -115,13 +115,8 @@ def to_local_indices(local: Local, layout: Layout, dim: int, index: Emitted) -> 
 
     Every index is in ``range(size of the dim)``. The local index of an entry that another rank holds is 0.
     """
-    call = local.builder.call
-    digits = layout.dims[dim]
-    mask = local_index = None
-    for (radix, axis), stride in zip(digits, strides(digits), strict=True):
-        digit = index if stride == 1 else call(aten.div.Tensor_mode, index, stride, rounding_mode="floor")
-        if radix * stride != layout.shape[dim]:
-            digit = call(aten.remainder.Scalar, digit, radix)
+    call, mask, local_index = local.builder.call, None, None
+    for axis, radix, digit in digits_of(local, layout, dim, index):
         if axis is None:
             local_index = (
                 digit
@@ -135,6 +130,17 @@ def to_local_indices(local: Local, layout: Layout, dim: int, index: Emitted) -> 
     if local_index is None:
         return call(aten.full_like.default, index, 0), mask
     return zero_unless(local, mask, local_index), mask
+
+
+def digits_of(local: Local, layout: Layout, dim: int, index: Emitted) -> Iterator[tuple[str | None, int, Emitted]]:
+    """Yield (axis, radix, value in ``index``) of each digit of ``dim``, the major one first; the axis is None for a
+    local digit. ``index``: global indices along the dim, an integer tensor of any shape.
+    """
+    call, digits = local.builder.call, layout.dims[dim]
+    for (radix, axis), stride in zip(digits, strides(digits), strict=True):
+        digit = index if stride == 1 else call(aten.div.Tensor_mode, index, stride, rounding_mode="floor")
+        # The major digit needs no remainder.
+        yield axis, radix, digit if radix * stride == layout.shape[dim] else call(aten.remainder.Scalar, digit, radix)
 
 
 def to_local_index(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Emitted]:

@@ -17,10 +17,9 @@ import torch
 from shardc.custom_ops import expert_ops
 from shardc.custom_ops.expert_functions import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
-from shardc.ir.layout import strides
 from shardc.ir.mesh import split_part
 from shardc.rules.notation import WHOLE, Loops
-from shardc.rules.positions import coordinate
+from shardc.rules.positions import coordinate, digits_of
 from shardc.rules.rule import CONTIGUOUS, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Routed, Spec
 
@@ -161,10 +160,9 @@ class _Sent:
         """Emit an exchange of rows and the wait for it, and return the received rows; ``sends``, ``receives``: rows per
         rank, or None for blocks of equal size.
         """
-        call, (_, group) = self.local.builder.call, self.local.builder.group(_sent(self.local))
         if sends is None:
-            sizes = [self.rows // self.of.ranks] * self.of.ranks
-            return [call(WAIT, call(_ALL_TO_ALL, x, sizes, sizes, group)) for x in tensors]
+            return [_exchanged(self.local, x, self.rows // self.of.ranks) for x in tensors]
+        call, (_, group) = self.local.builder.call, self.local.builder.group(_sent(self.local))
         out = call(SEND_ROWS, tensors, sends, receives, rows, group)
         return [call(WAIT, x) for x in _unpack(self.local, out, len(tensors))]
 
@@ -176,8 +174,8 @@ class _Rows:
     Args:
         of: the choices that the rows belong to.
         x, take, scale, ends, expected: arguments of `shardc.custom_ops.expert_ops.RUN`.
+        places: position in ``take`` of each received row or, without an exchange, of each choice, int64.
         sent: the exchange that brought them; None without an exchange.
-        came_back: position in ``take`` of each received row, int64 [r].
     """
 
     of: _Choices
@@ -186,8 +184,8 @@ class _Rows:
     scale: Emitted
     ends: Emitted
     expected: int
+    places: Emitted
     sent: _Sent | None = None
-    came_back: Emitted | None = None
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
@@ -203,14 +201,10 @@ def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted,
     """
     call = local.builder.call
     layout = local.operand_layout("params")
-    digits, mesh = layout.dims[0], layout.mesh
-    flat, total = call(aten.reshape.default, index, [-1]), layout.shape[0]
+    mesh, flat = layout.mesh, call(aten.reshape.default, index, [-1])
     parts: list[tuple[str | None, int, Emitted]] = []
     mine = None
-    for (radix, axis), stride in zip(digits, strides(digits), strict=True):
-        digit = flat if stride == 1 else call(aten.div.Tensor_mode, flat, stride, rounding_mode="floor")
-        if radix * stride != total:
-            digit = call(aten.remainder.Scalar, digit, radix)
+    for axis, radix, digit in digits_of(local, layout, 0, flat):
         if axis is None or axis in sent:
             parts.append((axis, radix, digit))
             continue
@@ -234,6 +228,15 @@ def _sent(local: Local) -> tuple[str, ...]:
     split = local.operand_layout("params").dim_axes(0)
     mesh = local.operands[0].mesh
     return tuple(sorted((a for a in local.operand_layout("index").dim_axes(0) if a in split), key=mesh.order))
+
+
+def _exchanged(local: Local, x: Emitted, rows: int) -> Emitted:
+    """Emit an all-to-all of ``x``, with a block of ``rows`` rows for each rank that rows are exchanged with, and wait
+    for it; return the blocks that arrive.
+    """
+    call, (ranks, group) = local.builder.call, local.builder.group(_sent(local))
+    sizes = [rows] * ranks
+    return call(WAIT, call(_ALL_TO_ALL, x, sizes, sizes, group))
 
 
 def _everyone(local: Local) -> tuple[tuple[str, ...], int]:
@@ -276,10 +279,8 @@ def _exact_exchange(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
     of rows that come from each rank for each expert).
     """
     call = local.builder.call
-    _, group = local.builder.group(_sent(local))
     counts = call(expert_ops.COUNTS, of.ends)
-    sizes = [of.experts] * of.ranks
-    came = call(WAIT, call(_ALL_TO_ALL, counts, sizes, sizes, group))
+    came = _exchanged(local, counts, of.experts)
     sends, receives = (
         call(aten.sum.dim_IntList, call(aten.reshape.default, n, [of.ranks, of.experts]), [1]) for n in (counts, came)
     )
@@ -302,13 +303,7 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Sent,
     # The fullest block and the rank that has it as one number, so that one maximum over ranks finds both.
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
     number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
-    _, group = local.builder.group(_sent(local))
-
-    def arriving(of: _Choices, counts: Emitted) -> Emitted:
-        sizes = [of.experts] * of.ranks
-        return call(WAIT, call(_ALL_TO_ALL, counts, sizes, sizes, group))
-
-    return [(replace(sent, most=number), arriving(sent.of, counts)) for sent, counts in out]
+    return [(replace(sent, most=number), _exchanged(local, counts, sent.of.experts)) for sent, counts in out]
 
 
 def _rows(local: Local) -> Iterator[_Rows]:
@@ -326,7 +321,7 @@ def _rows(local: Local) -> Iterator[_Rows]:
         of = _choices(local, x, index, weight)
         take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
         scale = call(aten.index_select.default, of.scale, 0, of.order)
-        yield _Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided))
+        yield _Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided), of.back)
         return
     parts = zip(*(_cut(local, tensor) for tensor in (x, index, weight)), strict=True)
     every = [_choices(local, *tensors) for tensors in parts]
@@ -339,9 +334,9 @@ def _rows(local: Local) -> Iterator[_Rows]:
     for sent, came, (received, scale) in arriving:
         of = sent.of
         arrived = call(expert_ops.ARRIVED, came, of.ranks, sent.rows, bounded)
-        take, came_back, ends = _unpack(local, arrived, 3)
+        take, places, ends = _unpack(local, arrived, 3)
         scale = call(aten.index_select.default, scale, 0, take)
-        yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // divided), sent, came_back)
+        yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // divided), places, sent)
 
 
 def _cut(local: Local, x: Emitted) -> list[Emitted]:
@@ -361,19 +356,19 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
     return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
-def _by_token(local: Local, rows: _Rows, returned: Emitted, added: bool) -> Emitted:
-    """Return ``returned``, which has one row per choice (token, expert), in the order of tokens. ``added``: the rows of
-    a token's choices are summed, [t, width]; else each row is one number, [t, k].
+def _by_token(local: Local, sent: _Sent, returned: Emitted, summed: bool) -> Emitted:
+    """Return ``returned``, the rows that `_Sent.back` returned (one per choice of an expert for a token), in the order
+    of tokens. ``summed``: the rows of a token's choices are summed, [t, width]; else each row is one number, [t, k].
     """
-    call, of = local.builder.call, rows.of
+    call, of = local.builder.call, sent.of
     width = local.builder.shape(returned)[1]
-    out = call(aten.index_select.default, returned, 0, of.back if rows.sent is None else rows.sent.home)
+    out = call(aten.index_select.default, returned, 0, sent.home)
     out = call(aten.reshape.default, out, [of.tokens, of.choices, width])
     # Choices that are not ``mine`` are computed by ranks with the same tokens and other experts.
     if of.mine is not None:
         mask = call(aten.unsqueeze.default, of.mine, 2)
         out = call(aten.where.self, mask, out, call(aten.full_like.default, out, 0))
-    return call(aten.sum.dim_IntList, out, [1]) if added else call(aten.reshape.default, out, [of.tokens, of.choices])
+    return call(aten.sum.dim_IntList, out, [1]) if summed else call(aten.reshape.default, out, [of.tokens, of.choices])
 
 
 def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
@@ -408,11 +403,12 @@ def _call_local(local: Local) -> Emitted:
     """Emit routed experts on one rank; return their outputs, [tokens, width]."""
     call = local.builder.call
     every, outputs = _forward(local)
-    if every[0].sent is None:
+    exchanges = [rows.sent for rows in every if rows.sent is not None]
+    if not exchanges:
         return outputs[0][0]
-    back = [rows.sent.back([result])[0] for rows, (result, *_) in zip(every, outputs, strict=True) if rows.sent]
-    out = _joined(local, [_by_token(local, *each, added=True) for each in zip(every, back, strict=True)])
-    if (first := every[0].sent).most is None:
+    back = [sent.back([result])[0] for sent, (result, *_) in zip(exchanges, outputs, strict=True)]
+    out = _joined(local, [_by_token(local, sent, x, summed=True) for sent, x in zip(exchanges, back, strict=True)])
+    if (first := exchanges[0]).most is None:
         return out
     _, ranks = _everyone(local)
     # Rows that found no room are missing: the output then is NaN instead of wrong.
@@ -437,7 +433,7 @@ def _gradient_local(local: Local) -> Emitted:
             continue
         token = call(aten.div.Tensor_mode, rows.sent.take, rows.of.choices, rounding_mode="floor")
         grads += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
-    every_back, terms = [], []
+    chunks, terms = [], []
     for rows, (_, *saved), grad in zip(every, outputs, grads, strict=True):
         computed = call(
             expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
@@ -445,15 +441,15 @@ def _gradient_local(local: Local) -> Emitted:
         )  # fmt: skip
         dx, scale, *of_params = _unpack(local, computed, 2 + len(params))
         terms.append(of_params)
-        scale = call(aten.index_select.default, scale, 0, rows.of.back if rows.sent is None else rows.came_back)
-        every_back.append([dx, scale] if rows.sent is None else rows.sent.back([dx, scale]))
-    of_params = [reduce(partial(call, aten.add.Tensor), each) for each in zip(*terms, strict=True)]
-    if every[0].sent is None:
-        (rows,), ((dx, scale),) = every, every_back
-        return [dx, call(aten.reshape.default, scale, [rows.of.tokens, rows.of.choices]), *of_params]
+        scale = call(aten.index_select.default, scale, 0, rows.places)
+        if rows.sent is None:
+            of = rows.of
+            return [dx, call(aten.reshape.default, scale, [of.tokens, of.choices]), *of_params]
+        chunks.append((rows.sent, rows.sent.back([dx, scale])))
+    of_params = [reduce(partial(call, aten.add.Tensor), parts) for parts in zip(*terms, strict=True)]
     results = [
-        _joined(local, [_by_token(local, rows, back[at], added) for rows, back in zip(every, every_back, strict=True)])
-        for at, added in enumerate((True, False))
+        _joined(local, [_by_token(local, sent, back[at], summed) for sent, back in chunks])
+        for at, summed in enumerate((True, False))
     ]
     return [*results, *of_params]
 

@@ -56,10 +56,12 @@ def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
     """
     if spec.routed is None:
         return frozenset()
-    rows, owners = (
-        {axis for _, axis in assignment.get(factor, ()) if axis} for factor in (spec.routed.rows, spec.routed.owners)
-    )
-    return frozenset(rows & owners)
+    return frozenset(_axes_of(assignment, spec.routed.rows) & _axes_of(assignment, spec.routed.owners))
+
+
+def _axes_of(assignment: Mapping[str, Digits], factor: str) -> set[str]:
+    """Return the axes that split ``factor``, by ``assignment`` (factor -> digits)."""
+    return {digit.axis for digit in assignment.get(factor, ()) if digit.axis is not None}
 
 
 def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
@@ -73,7 +75,7 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
             # Copy the digits from the factor that an operand splits to its partner. Their radices multiply up to the
             # size of the factor, so the partner must have the same size.
             for source, target in (pair, pair[::-1]) if spec.size(pair[0]) == spec.size(pair[1]) else ():
-                out += [{target: p[source]} for p in proposals if any(d.axis == axis for d in p.get(source, ()))]
+                out += [{target: p[source]} for p in proposals if axis in _axes_of(p, source)]
             continue
         # The axis is divided among the factors: each takes the largest part that divides its size, and leaves the rest
         # to the next. In order of names, because that of a set differs from process to process.
@@ -94,8 +96,7 @@ def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     """
     if spec.routed is None:
         return False
-    sides = (spec.routed.rows, spec.routed.owners)
-    rows, owners = ([axis for _, axis in assignment.get(factor, ()) if axis] for factor in sides)
+    rows, owners = (_axes_of(assignment, factor) for factor in (spec.routed.rows, spec.routed.owners))
     return any(a != b and mesh.overlap(a, b) for a in rows for b in owners)
 
 
@@ -106,10 +107,9 @@ def meets_requirements(spec: Spec, assignment: Mapping[str, Digits], axes: Itera
     """
     if (routed := spec.routed) is None:
         return True
-    owners = {axis for _, axis in assignment.get(routed.owners, ()) if axis}
-    sent = routed_axes(spec, assignment)
+    owners, sent = _axes_of(assignment, routed.owners), routed_axes(spec, assignment)
     for required, sets in routed.required:
-        split = {f for f, digits in assignment.items() for _, a in digits if a and split_part(a)[0] == required}
+        split = {f for f in assignment for axis in _axes_of(assignment, f) if split_part(axis)[0] == required}
         if required in axes and split not in sets:
             return False
     return not (routed.way == "gather" and sent) and not (routed.way == "send" and owners - sent)
@@ -359,8 +359,8 @@ def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tupl
     ``assignment``, and those ``carried`` through.
     """
     ops = {op for _, op in carried}
-    for factor, digits in assignment.items():
-        if factor in spec._reduce and any(d.axis is not None for d in digits) and not spec.carried_by_all(factor):
+    for factor in assignment:
+        if factor in spec._reduce and _axes_of(assignment, factor) and not spec.carried_by_all(factor):
             ops.add(spec._reduce[factor])
     return len(ops) <= 1 or ops == {"sum", "avg"}
 
@@ -391,6 +391,20 @@ def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
 # --- enumerating strategies
 
 
+@dataclass(frozen=True)
+class AxisUse:
+    """What one mesh axis does in a strategy: it splits factors, or carries a pending reduction through the op. By
+    default it does nothing.
+
+    Args:
+        splits: the factors that it splits, each with the number of the proposal that says how.
+        carried: the reduce op, and the positions of the operands that are partial over the axis.
+    """
+
+    splits: tuple[tuple[str, int], ...] = ()
+    carried: tuple[str, frozenset[int]] | None = None
+
+
 def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     """Yield the strategies whose splits occur in the operands' layouts, the most split first. If some meet the plan's
     requirements (`Routed.required`), yield only these.
@@ -409,39 +423,15 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     # Where operands have an axis and a part of it, each part gets a choice of its own.
     if any(len(cut) > 1 for cut in parts.values()):
         proposals = [{f: cut_digits(mesh, digits, parts.__getitem__) for f, digits in p.items()} for p in proposals]
-    options: dict[str, list[tuple[str, object]]] = {}  # axis -> what may be done over it: (kind, details)
-    for at, proposal in enumerate(proposals):
-        for factor, digits in proposal.items():
-            for _, axis in digits:
-                if axis is not None:
-                    options.setdefault(axis, []).append(("split", (factor, at)))
     if spec.flops:
-        unused_axes = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
-        unused_axes.difference_update(split_part(axis)[0] for axis in bound)
-        for axis in sorted(unused_axes, key=mesh.order):
-            size = mesh.size(axis)
-            further = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
-                     if spec.splittable(f) and n % size == 0 and f not in spec.in_turn]  # fmt: skip
-            options[axis] = [("split", (next(iter(p)), len(proposals) + at)) for at, p in enumerate(further)]
-            proposals += further
-    if spec.routed is not None:
-        for choices in options.values():
-            by_factor = {split[0]: split for _, split in choices if isinstance(split, tuple)}
-            if spec.routed.rows in by_factor and spec.routed.owners in by_factor:
-                choices.append(("send", (by_factor[spec.routed.rows], by_factor[spec.routed.owners])))
-    pending: dict[str, dict[str, set[int]]] = {}  # axis -> reduction -> the operands in which it is pending
-    for at, layout in enumerate(operands):
-        for axis, op in layout.partial:
-            for part in parts[axis]:
-                pending.setdefault(part, {}).setdefault(op, set()).add(at)
-    for axis, ops in pending.items():
-        options.setdefault(axis, [])
-        for op, positions in ops.items():
-            if len(ops) == 1 and carries(spec, op, frozenset(positions)):
-                options[axis].append(("carry", (op, frozenset(positions))))
-    axes = sorted(options, key=mesh.order)
+        unused = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
+        proposals += _further_splits(spec, mesh, unused.difference(split_part(axis)[0] for axis in bound))
+    uses = _splits_by_axis(spec, proposals)
+    for axis, carried in _carried_by_axis(spec, operands, parts).items():
+        uses[axis] = uses.get(axis, []) + carried
+    axes = sorted(uses, key=mesh.order)
     fits_by_strategy: dict[Strategy, bool] = {}
-    for choice in product(*([*options[axis], ("none", None)] for axis in axes)):
+    for choice in product(*([*uses[axis], AxisUse()] for axis in axes)):
         candidate = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
         if candidate is not None:
             fits_by_strategy.setdefault(*candidate)
@@ -449,35 +439,81 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     yield from (strategy for strategy, fits in fits_by_strategy.items() if fits or not fitting)
 
 
-def _strategy(
-    spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
-) -> tuple[Strategy, bool] | None:
-    """Return (strategy, whether it meets the requirements of `Routed`) for ``choice``: axis -> (what to do over this
-    axis, details). Return None if no op can follow the choices of all axes at once.
+def _further_splits(spec: Spec, mesh: Mesh, axes: Iterable[str]) -> list[Assignment]:
+    """Return proposals (factor -> digits) that split one factor over one of ``axes``, which no operand's layout uses:
+    one for each axis and each factor that it can split.
     """
-    wanted: dict[tuple[str, int], set[str]] = {}
-    carried: dict[str, tuple[str, frozenset[int]]] = {}
-    for axis, (kind, detail) in choice.items():
-        if kind == "split":
-            wanted.setdefault(detail, set()).add(axis)  # type: ignore[arg-type]
-        elif kind == "send":
-            for split in detail:  # type: ignore[attr-defined]
-                wanted.setdefault(split, set()).add(axis)
-        elif kind == "carry":
-            carried[axis] = detail  # type: ignore[assignment]
+    return [
+        {factor: canonical(mesh, [Digit(mesh.size(axis), axis), Digit(size // mesh.size(axis))])}
+        for axis in sorted(axes, key=mesh.order)
+        for factor, size in spec.sizes
+        if spec.splittable(factor) and size % mesh.size(axis) == 0 and factor not in spec.in_turn
+    ]
+
+
+def _splits_by_axis(spec: Spec, proposals: Sequence[Assignment]) -> dict[str, list[AxisUse]]:
+    """Return axis -> its uses: for each proposal and each factor that the axis splits there, a split of this factor. If
+    these are both factors of a `Routed`, also a split of both at once.
+    """
+    uses: dict[str, list[AxisUse]] = {}
+    for at, proposal in enumerate(proposals):
+        for factor, digits in proposal.items():
+            for _, axis in digits:
+                if axis is not None:
+                    uses.setdefault(axis, []).append(AxisUse(((factor, at),)))
+    if spec.routed is not None:
+        for splits in uses.values():
+            last = {split[0]: split for use in splits for split in use.splits}  # of each factor, the last proposal's
+            if spec.routed.rows in last and spec.routed.owners in last:
+                splits.append(AxisUse((last[spec.routed.rows], last[spec.routed.owners])))
+    return uses
+
+
+def _carried_by_axis(
+    spec: Spec, operands: Sequence[Layout], parts: Mapping[str, Sequence[str]]
+) -> dict[str, list[AxisUse]]:
+    """Return axis -> its use to carry a pending reduction of the ``operands`` through the op; no use if the op does not
+    carry it. ``parts``: axis -> the parts of it that are used one by one.
+    """
+    pending: dict[str, dict[str, set[int]]] = {}  # axis -> reduction -> the operands in which it is pending
+    for at, layout in enumerate(operands):
+        for axis, op in layout.partial:
+            for part in parts[axis]:
+                pending.setdefault(part, {}).setdefault(op, set()).add(at)
+    return {
+        axis: [
+            AxisUse(carried=(op, frozenset(positions)))
+            for op, positions in ops.items()
+            if len(ops) == 1 and carries(spec, op, frozenset(positions))
+        ]
+        for axis, ops in pending.items()
+    }
+
+
+def _strategy(
+    spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], uses: Mapping[str, AxisUse]
+) -> tuple[Strategy, bool] | None:
+    """Return (strategy, whether it meets the requirements of `Routed`) in which each axis has its use in ``uses``.
+    Return None if no op can follow these uses together.
+    """
+    axes_by_split: dict[tuple[str, int], set[str]] = {}
+    for axis, use in uses.items():
+        for split in use.splits:
+            axes_by_split.setdefault(split, set()).add(axis)
     assignment: Assignment = {}
-    for (factor, at), axes in wanted.items():
+    for (factor, at), axes in axes_by_split.items():
         chosen = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[at][factor])
         merged = merge(mesh, assignment.get(factor), canonical(mesh, chosen))
         if merged is None:
             return None
         assignment[factor] = merged
-    pairs = [(axis, op) for axis, (op, _) in carried.items()]
+    carried = [(axis, *use.carried) for axis, use in uses.items() if use.carried is not None]
+    pairs = [(axis, op) for axis, op, _ in carried]
     if not commute(spec, assignment, pairs) or in_part(spec, mesh, assignment):
         return None
     layouts = []
     for at, dims in enumerate(spec.operands):
-        partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
+        partial = [(axis, op) for axis, op, positions in carried if at in positions]
         layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
     strategy = Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
     return strategy, meets_requirements(spec, assignment, mesh.axes)

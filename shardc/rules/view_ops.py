@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardc.rules.notation import FREE, WHOLE, Loops
-from shardc.rules.rule import ANY, Call, Emitted, Local, Localize, Rule, SpecOf, rules_for, sized, table
+from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, SpecOf, rules_for, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -139,25 +139,18 @@ def _shuffle(call: Call, *, shrink: bool) -> Spec:
     return loops.spec([image if shrink else packed], [packed if shrink else image], moves=True)
 
 
-def _copies(op: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """Return two equal rules: for the view op ``op`` and for the op of the same name that copies, such as
-    ``aten.view_copy`` for ``aten.view``.
-    """
-    return rules_for(f"{op} {op}_copy", spec, text, localize)
-
-
 TABLE = table(
     rules_for(
         "view.default view_copy.default reshape _unsafe_view", _view, "factors shared by both shapes", _reshape_local
     ),
-    _copies("squeeze", _view, "dims of size 1 go", _squeezed),
-    _copies("unsqueeze", _view, "... -> ... 1"),
-    _copies("t", _reordered(lambda _, ndim: range(ndim)[::-1]), "a b -> b a"),
-    _copies("transpose", _reordered(_swapped), "... a ... b -> ... b ... a"),
-    _copies("permute", _reordered(_permutation), "dims in another order"),
-    _copies("expand", _expand, "1 ... -> n ...", sized()),
-    _copies("diagonal", _diagonal, "... a b -> ... d    a b d: whole"),
-    _copies("unfold", _unfold, "... n -> ... m k    n m k: whole"),
+    rules_for("squeeze squeeze_copy", _view, "dims of size 1 go", _squeezed),
+    rules_for("unsqueeze unsqueeze_copy", _view, "... -> ... 1"),
+    rules_for("t t_copy", _reordered(lambda _, ndim: range(ndim)[::-1]), "a b -> b a"),
+    rules_for("transpose transpose_copy", _reordered(_swapped), "... a ... b -> ... b ... a"),
+    rules_for("permute permute_copy", _reordered(_permutation), "dims in another order"),
+    rules_for("expand expand_copy", _expand, "1 ... -> n ...", sized()),
+    rules_for("diagonal diagonal_copy", _diagonal, "... a b -> ... d    a b d: whole"),
+    rules_for("unfold unfold_copy", _unfold, "... n -> ... m k    n m k: whole"),
     Rule("aten.repeat", _repeat, "n -> (times n)", _repeat_local),
     Rule("aten.pixel_shuffle", lambda call: _shuffle(call, shrink=False), "(c a b) h w -> c (h a) (w b)    a b: whole"),
     Rule(
