@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from shardc._compat import differentiable
 from shardc.custom_ops.attention_ops import _fake_call, _fake_gradient
-from shardc.custom_ops.function_ops import Function, function_of
+from shardc.custom_ops.function_ops import function_of
 from shardc.custom_ops.op_library import OpLibrary
 
 KIND = "flex"
@@ -58,25 +58,24 @@ class ScoreFunctions:
 def score_functions(body: str) -> ScoreFunctions:
     """Return the functions registered as ``body``; RuleError if there are none of this name."""
     function = function_of(body)
-    score, mask = function.graphs
-    inputs = [list(graph.find_nodes(op="placeholder")) for graph in (score, mask)]
-    identity = score.output_node().args[0] == (inputs[0][0],)
+    places: list[list[fx.Node]] = []  # of each graph, its arguments for batch, head, row, column, batch here, head here
+    by_place: list[dict[int, str]] = []
+    for graph, count in zip(function.graphs, function.counts, strict=True):
+        inputs = list(graph.find_nodes(op="placeholder"))
+        end = len(inputs) - count
+        places.append(inputs[end - 6 : end])
+        by_place += [_by_place(captured, inputs[end - 2 : end]) for captured in inputs[end:]]
+    score = function.graphs[0]
+    is_identity = score.output_node().args[0] == (next(iter(score.nodes)),)
     score_call, mask_call = (_single(call) for call in function.calls)
-    of_mask = inputs[1]
-    heads = [nodes[-6 - count :][:6] for nodes, count in zip(inputs, function.counts, strict=True)]
-    reads = [any(nodes[at].users for nodes in heads) for at in (0, 1)]
-    captured = [
-        (node, nodes[-2 - count :][:2] if count else [])
-        for nodes, count in zip(inputs, function.counts, strict=True)
-        for node in nodes[len(nodes) - count :]
-    ]
+    reads_batch, reads_head = (any(of_graph[at].users for of_graph in places) for at in (0, 1))
     return ScoreFunctions(
-        None if identity else score_call,
+        None if is_identity else score_call,
         mask_call,
         function.counts,
-        bool(of_mask[0].users or of_mask[4].users),
-        (reads[0], reads[1]),
-        tuple(_by_place(node, here) for node, here in captured),
+        by_batch=any(places[1][at].users for at in (0, 4)),
+        reads=(reads_batch, reads_head),
+        places=tuple(by_place),
     )
 
 
@@ -563,9 +562,3 @@ def seen_share(body: str, rows: int, columns: int) -> float:
     with torch.no_grad():
         visible = functions.mask(*shaped)
     return visible.expand(1, 1, len(row), columns).double().mean().item()
-
-
-__all__ = [
-    "BLOCK", "FLEX", "FLEX_GRADIENT", "FLEX_TABLES", "FLEX_VISIBLE", "KIND", "Function", "mask_op",
-    "score_functions", "seen_share", "skips",
-]  # fmt: skip

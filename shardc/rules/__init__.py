@@ -29,7 +29,7 @@ from shardc.rules import (
     window_rules,
 )
 from shardc.rules.fallback import fallback_rule
-from shardc.rules.notation import rule
+from shardc.rules.notation import rule as rule
 from shardc.rules.rule import ANY, TRACED, Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
 from shardc.validate import typed
@@ -157,16 +157,3 @@ def register_rule(
     _registered[op_rule.op], _linear[op_rule.op] = op_rule, linear
     spec_of.cache_clear()
     return op_rule
-
-
-__all__ = [
-    "RULES",
-    "find_rule",
-    "is_registered",
-    "is_written_out",
-    "register_rule",
-    "registered",
-    "rule",
-    "spec_of",
-    "strides_of",
-]

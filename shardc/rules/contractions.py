@@ -195,19 +195,19 @@ def _sampled(call: Call) -> Spec:
     all channels share.
     """
     loops = Loops(call)
+    backward = "grad_output" in loops.names
     image, grid = (loops.shapes[loops.names.index(name)] for name in ("input", "grid"))
     # Channels share the grid, so the grid's gradient sums over them.
-    n, c = loops.dim("n", image[0]), loops.dim("c", image[1], "sum" if "grad_output" in loops.names else FREE)
-    points = loops.dims("y", grid[1:-1], WHOLE if "grad_output" in loops.names else FREE)
-    x = (n, c, *loops.dims("x", image[2:], WHOLE))
-    by_name = {"input": x, "grid": (n, *points, loops.dim("e", grid[-1], WHOLE)), "grad_output": (n, c, *points)}
-    results = [by_name["grad_output"]]
-    if "grad_output" in loops.names:
-        results = [
-            by_name[name] for name, result in zip(("input", "grid"), call.results, strict=True) if result is not None
-        ]
+    n, c = loops.dim("n", image[0]), loops.dim("c", image[1], "sum" if backward else FREE)
+    points = loops.dims("y", grid[1:-1], WHOLE if backward else FREE)
+    x, of_grid = (n, c, *loops.dims("x", image[2:], WHOLE)), (n, *points, loops.dim("e", grid[-1], WHOLE))
+    y = (n, c, *points)
+    by_name = {"input": x, "grid": of_grid, "grad_output": y}
+    results: list[Dims] = [y]
+    if backward:
+        results = [dims for dims, result in zip((x, of_grid), call.results, strict=True) if result is not None]
     # Backward is linear in the gradient alone, forward in the image.
-    linear = [{loops.names.index(name)} for name in ("grad_output", "input") if name in loops.names][:1]
+    linear = [{loops.names.index("grad_output" if backward else "input")}]
     return loops.spec([by_name[name] for name in loops.names], results, linear=linear)
 
 

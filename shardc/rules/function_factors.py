@@ -332,41 +332,54 @@ class Factored:
         self.sub_dims = SubDims()
         self.operands = [[self.sub_dims.new(size) for size in value.shape] for value in call.operands]
         self.pending: list[Pending] = []
+        self.time: Row = ()
         kind, counts = self.function.kind, self.function.counts
-        leading = 1 if kind == "cond" else 0  # the predicate
-        values, rows = list(call.operands[leading:]), list(self.operands[leading:])
-        time: Row = ()
-        # Dim 0 of each sequence of a scan is time; a step gets a slice, which has the other dims.
-        for at in range(counts[0], sum(counts)) if kind == "scan" else ():
-            (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
-            time = time or self.sub_dims.new(steps)
-            self.sub_dims.join(row, time)
-            values[at] = Value(values[at].dtype, tuple(shape))
+        values, rows = self._step_operands(call)
         carried, self.flows = _flows(kind, counts, [value.dtype.is_floating_point for value in values])
         self.carried, self.initial = [NOTHING] * len(carried), counts[0] + counts[1] * (kind == "loop_gradient")
         self.graphs = []
         for graph, (arguments, results) in zip(self.function.graphs, self.flows, strict=True):
-            typed = [(values[at], rows[at]) for at, _ in arguments]
-            self.graphs.append(Graph(graph, [x for x, _ in typed], [x for _, x in typed], self.sub_dims, spec_of))
+            places = [at for at, _ in arguments]
+            of_step = [values[at] for at in places], [rows[at] for at in places]
+            self.graphs.append(Graph(graph, *of_step, self.sub_dims, spec_of))
             # What a step returns for a carry is its operand in the next step: their sub-dims are the same.
             for result, number in zip(self.graphs[-1].results, results, strict=False):
                 if number is not None:
                     self._join(rows[carried[number]], result)
-        self.results = self.graphs[-1].results
-        if kind == "cond":
-            for first, other in zip(self.graphs[0].results, self.results, strict=True):
-                self._join(first, other)
-        if kind == "scan":
-            last = self.results
-            self.results = [*last[: counts[0]], *([time, *result] for result in last[counts[0] :])]
-            if not all(value.dtype.is_floating_point for value in values[: counts[0]]):
-                self.sub_dims.keep_whole(time)
-        self.time = time
+        self.results = self._joined_results(counts[0])
+        if self.time and not all(value.dtype.is_floating_point for value in values[: counts[0]]):
+            self.sub_dims.keep_whole(self.time)
         self._keep_distinct()
         self._propagate_pending()
         self.replicated = self._replicated()
         for at in range(counts[0] if self.time else 0):  # the last rank has what the last step carries
             self.pending[at] |= frozenset(self.sub_dims.leaves(self.time)) - self.sub_dims.whole
+
+    def _step_operands(self, call: Call) -> tuple[list[Value], list[Rows]]:
+        """Return the types and the sub-dims of the operands as one step gets them: without the predicate of a ``cond``,
+        and with a slice of each sequence of a ``scan``, whose dim 0 becomes ``time``.
+        """
+        kind, counts = self.function.kind, self.function.counts
+        leading = 1 if kind == "cond" else 0  # the predicate
+        values, rows = list(call.operands[leading:]), list(self.operands[leading:])
+        for at in range(counts[0], sum(counts)) if kind == "scan" else ():
+            (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
+            self.time = self.time or self.sub_dims.new(steps)
+            self.sub_dims.join(row, self.time)
+            values[at] = Value(values[at].dtype, tuple(shape))
+        return values, rows
+
+    def _joined_results(self, carries: int) -> list[Rows]:
+        """Return the sub-dims of the results of the op: those of the last graph's outputs, with ``time`` before those
+        of a ``scan`` that are no carries. The outputs of both branches of a ``cond`` are joined.
+        """
+        results = self.graphs[-1].results
+        if self.function.kind == "cond":
+            for first, other in zip(self.graphs[0].results, results, strict=True):
+                self._join(first, other)
+        if self.function.kind == "scan":
+            return [*results[:carries], *([self.time, *result] for result in results[carries:])]
+        return results
 
     def _join(self, rows: Rows, others: Rows) -> None:
         """Record that two values of the same shape have the same sub-dims: unify the rows of each dim."""

@@ -247,14 +247,8 @@ def _sorted(call: Call) -> Spec:
     """
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
-    boundaries = shapes.get("boundaries", shapes.get("sorted_sequence", ()))
+    boundaries = shapes["boundaries"] if "boundaries" in shapes else shapes["sorted_sequence"]
     shared = len(boundaries) - 1
-    names = {
-        "self": loops.result_shapes[0],
-        "boundaries": boundaries,
-        "sorted_sequence": boundaries,
-        "sorter": boundaries,
-    }
 
     def dims(name: str, shape: Sequence[int]) -> Dims:
         prefix = "n" if name != "self" else "d"
@@ -263,7 +257,6 @@ def _sorted(call: Call) -> Spec:
             for i, size in enumerate(shape)
         )
 
-    assert set(loops.names) <= set(names), loops.names
     return loops.spec(
         [dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.result_shapes[0])]
     )

@@ -200,13 +200,10 @@ def run(
             return ranks.scatter_terms(x, next(layouts), generator)
         return [shard(item) for item in x] if isinstance(x, (list, tuple)) else x
 
-    args, kwargs = {}, {}
-    for at, argument in enumerate(sample.op._schema.arguments):
-        if at < len(sample.args):
-            args[at] = shard(sample.args[at])
-        elif argument.name in sample.kwargs:
-            kwargs[argument.name] = shard(sample.kwargs[argument.name])
-    local = Local(ranks, call, spec, strategy.operands, strategy.results, tuple(args.values()), kwargs)
+    args = tuple(map(shard, sample.args))
+    names = (argument.name for argument in sample.op._schema.arguments)
+    kwargs = {name: shard(sample.kwargs[name]) for name in names if name in sample.kwargs}
+    local = Local(ranks, call, spec, strategy.operands, strategy.results, args, kwargs)
     try:
         outputs = rule.localize(local)
         return _difference(sample, call, spec, dense, outputs, strategy.results, ranks)

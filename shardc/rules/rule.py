@@ -138,22 +138,14 @@ class Local:
         """Emit the call's own op on the local tensors and return its result. ``replaced`` has new values for arguments,
         by their names in the schema.
         """
-        args, kwargs = list(self.args), dict(self.kwargs)
-        for at, argument in enumerate(self.call.target._schema.arguments):
-            if argument.name not in replaced:
-                continue
-            if at < len(args):
-                args[at] = replaced[argument.name]
-            else:
-                kwargs[argument.name] = replaced[argument.name]
-        return self.builder.call(self.call.target, *args, **kwargs)
+        names = (argument.name for argument in self.call.target._schema.arguments)
+        args = [replaced.pop(name, x) for x, name in zip(self.args, names, strict=False)]
+        return self.builder.call(self.call.target, *args, **{**self.kwargs, **replaced})
 
     def operand(self, name: str) -> Any:
         """Return the local tensor of argument ``name``."""
-        for at, argument in enumerate(self.call.target._schema.arguments):
-            if argument.name == name:
-                return self.args[at] if at < len(self.args) else self.kwargs[name]
-        raise KeyError(name)
+        names = (argument.name for argument in self.call.target._schema.arguments)
+        return (dict(zip(names, self.args, strict=False)) | self.kwargs)[name]
 
     def operand_layout(self, name: str) -> Layout:
         """Return the layout of the tensor argument ``name``."""
