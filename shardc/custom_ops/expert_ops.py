@@ -182,6 +182,16 @@ def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
 
+def _rows_by_expert(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield (number of the expert, slice of its rows) for each expert, given the end of each expert's rows, int64
+    [e].
+    """
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        yield expert, slice(start, end)
+        start = end
+
+
 def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: object) -> Tensor:
     """Compute a layer of experts on one device: return for each token the weighted sum of its experts' results, [t,
     o].
@@ -240,7 +250,7 @@ def _run(
     Returns:
         sums of results [m, o], and each of the body's saved values, [r, ...].
     """
-    function, start = body_of(body), 0
+    function = body_of(body)
     saved = [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in function.saved]
     total = x.new_zeros(x.shape[0], *function.result.shape, dtype=_wide(function.result.dtype))
     if function.grouped_forward is not None and suits(x, params):
@@ -251,13 +261,11 @@ def _run(
             place[:n] = value
         total.index_add_(0, at, torch.where(live, out, 0).to(total.dtype))
         return [total.to(function.result.dtype), *saved]
-    for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            at = take[start:end]
-            keep = [value[start:end] for value in saved]
-            out = function.run_forward(end - start, x[at], scale[start:end], *(p[expert] for p in params), *keep)
+    for expert, rows in _rows_by_expert(ends):
+        if count := rows.stop - rows.start:
+            at, keep = take[rows], [value[rows] for value in saved]
+            out = function.run_forward(count, x[at], scale[rows], *(p[expert] for p in params), *keep)
             total.index_add_(0, at, out.to(total.dtype))
-            start = end
     return [total.to(function.result.dtype), *saved]
 
 
@@ -268,7 +276,7 @@ def _run_gradient(
     """Return the gradients of ``x``, ``scale`` and ``params`` of `_run`, given ``grad``, the gradient of its first
     result.
     """
-    function, start = body_of(body), 0
+    function = body_of(body)
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, grads = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
     if function.grouped_backward is not None and suits(x, params):
@@ -284,25 +292,23 @@ def _run_gradient(
         grads = [torch.zeros_like(p) if dp is None else torch.where(some.view(-1, *[1] * (p.dim() - 1)), dp, 0)
                 for p, dp in zip(params, rest, strict=True)]  # fmt: skip
         return [dx.to(x.dtype), dscale, *grads]
-    for expert, end in enumerate(ends.tolist()):
-        if end == start:
-            for param_grad in grads:
-                param_grad[expert].zero_()
-            continue
-        at, weights = take[start:end], [p[expert] for p in params]
-        keep = [value[start:end] for value in saved]
+    for expert, rows in _rows_by_expert(ends):
         into = [dp[expert] for dp in grads]
-        drows, ds, *rest = function.run_backward(end - start, grad[at], x[at], scale[start:end], *weights, *keep, *into)
+        if (count := rows.stop - rows.start) == 0:
+            for place in into:
+                place.zero_()
+            continue
+        at, weights, keep = take[rows], [p[expert] for p in params], [value[rows] for value in saved]
+        drows, ds, *rest = function.run_backward(count, grad[at], x[at], scale[rows], *weights, *keep, *into)
         if drows is not None:
             dx.index_add_(0, at, drows.to(dx.dtype))
         if ds is not None:
-            dscale[start:end] = ds
+            dscale[rows] = ds
         for place, dp in zip(into, rest, strict=True):
             if dp is None:
                 place.zero_()
             elif dp.data_ptr() != place.data_ptr():
                 place.copy_(dp)
-        start = end
     return [dx.to(x.dtype), dscale, *grads]
 
 

@@ -16,7 +16,7 @@ from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
 from shardc.rules.rule import Builder, Call, Emitted, Local, Rule
-from shardc.rules.spec import Routed, Spec, Strategy, commute, infer, place, results_of
+from shardc.rules.spec import Routed, Spec, Strategy, commute, infer, strategy_of
 
 # Tolerated relative errors: of data movement and arithmetic in float64, and of arithmetic in other dtypes.
 MOVED, COMPUTED = 1e-12, 1e-9
@@ -142,14 +142,8 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
                 split.setdefault(factor, []).append(axis)
         for cuts in product(*(_cuts(mesh, spec.size(factor), axes) for factor, axes in split.items())):
             assignment = dict(zip(split, cuts, strict=True))
-            pending = [(axis, op) for axis, op, _ in carried]
-            if not commute(spec, assignment, pending):
-                continue
-            operands = tuple(
-                Layout(mesh, place(spec, dims, assignment), [(a, op) for a, op, at in carried if i in at])
-                for i, dims in enumerate(spec.operands)
-            )
-            yield Strategy(operands, results_of(spec, mesh, assignment, pending))
+            if commute(spec, assignment, [(axis, op) for axis, op, _ in carried]):
+                yield strategy_of(spec, mesh, assignment, carried)
 
 
 def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:

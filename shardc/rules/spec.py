@@ -311,13 +311,23 @@ def from_results(spec: Spec, layout: Layout) -> Strategy | None:
     is none.
     """
     mesh, assignment = layout.mesh, project(spec, spec.results[0], layout.without_partial())
-    operands = tuple(Layout(mesh, place(spec, dims, assignment)) for dims in spec.operands)
-    results = results_of(spec, mesh, assignment)
-    if results[0] != layout or any(r.partial for r in results):
+    strategy = strategy_of(spec, mesh, assignment)
+    if strategy.results[0] != layout or any(result.partial for result in strategy.results):
         return None
-    if spec.routed is not None and not meets_requirements(spec, assignment, mesh.axes):
-        return None
-    return Strategy(operands, results)
+    return strategy if meets_requirements(spec, assignment, mesh.axes) else None
+
+
+def strategy_of(
+    spec: Spec, mesh: Mesh, assignment: Assignment, carried: Sequence[tuple[str, str, frozenset[int]]] = ()
+) -> Strategy:
+    """Return the strategy in which ``assignment`` (factor -> digits) splits the factors. The pending reductions
+    ``carried``, as (axis, reduce op, positions of the operands that are partial), pass through.
+    """
+    operands = tuple(
+        Layout(mesh, place(spec, dims, assignment), [(axis, op) for axis, op, partial in carried if at in partial])
+        for at, dims in enumerate(spec.operands)
+    )
+    return Strategy(operands, results_of(spec, mesh, assignment, [(axis, op) for axis, op, _ in carried]))
 
 
 def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()) -> tuple[Layout, ...] | str:
@@ -508,15 +518,9 @@ def _strategy(
             return None
         assignment[factor] = merged
     carried = [(axis, *use.carried) for axis, use in uses.items() if use.carried is not None]
-    pairs = [(axis, op) for axis, op, _ in carried]
-    if not commute(spec, assignment, pairs) or in_part(spec, mesh, assignment):
+    if not commute(spec, assignment, [(axis, op) for axis, op, _ in carried]) or in_part(spec, mesh, assignment):
         return None
-    layouts = []
-    for at, dims in enumerate(spec.operands):
-        partial = [(axis, op) for axis, op, positions in carried if at in positions]
-        layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
-    strategy = Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
-    return strategy, meets_requirements(spec, assignment, mesh.axes)
+    return strategy_of(spec, mesh, assignment, carried), meets_requirements(spec, assignment, mesh.axes)
 
 
 def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
