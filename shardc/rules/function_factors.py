@@ -168,7 +168,7 @@ class Graph:
             elif node.target is getitem:
                 self.rows[node] = [self.rows[node.args[0]][node.args[1]]]
             elif node.op == "call_function":
-                self._add(node)
+                self._add_op(node)
         output: Any = next(iter(reversed(graph.nodes))).args[0]
         self.outputs: list[fx.Node] = list(output)
 
@@ -191,7 +191,7 @@ class Graph:
                     vals[node] = node.target(*args, **kwargs)
         return vals
 
-    def _add(self, node: fx.Node) -> None:
+    def _add_op(self, node: fx.Node) -> None:
         """Adds the op ``node`` to ``ops``, and unifies the sub-dims of its operands with the factors of its rule."""
         call, new = self._call(node), self.sub_dims.new
         spec = self._spec_of(call)

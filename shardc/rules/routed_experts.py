@@ -118,7 +118,7 @@ class _Choices:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Exchange:
     """An exchange of rows between ranks. `go` sends each chosen token to the rank of its expert, and `back` sends the
     experts' results back.
 
@@ -162,7 +162,7 @@ class _Sent:
         """
         if sends is None:
             return [_exchanged(self.local, x, self.rows // self.of.ranks) for x in tensors]
-        call, (_, group) = self.local.builder.call, self.local.builder.group(_sent(self.local))
+        call, (_, group) = self.local.builder.call, self.local.builder.group(_sent_axes(self.local))
         out = call(SEND_ROWS, tensors, sends, receives, rows, group)
         return [call(WAIT, x) for x in _unpack(self.local, out, len(tensors))]
 
@@ -185,10 +185,10 @@ class _Rows:
     ends: Emitted
     expected: int
     places: Emitted
-    sent: _Sent | None = None
+    sent: _Exchange | None = None
 
 
-def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
+def _sort_keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted, Emitted, int, int]:
     """Emit the keys by which choices (token, expert) are sorted: first the rank that holds the expert, then the expert
     on that rank. Return (keys, mask of the reachable choices or None if all are, number of destination ranks, experts
     per rank).
@@ -223,7 +223,7 @@ def _keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emitted,
     return key, mine, ranks, experts_per_rank
 
 
-def _sent(local: Local) -> tuple[str, ...]:
+def _sent_axes(local: Local) -> tuple[str, ...]:
     """Return the axes over which rows are exchanged: those that split tokens and experts both."""
     split = local.operand_layout("params").dim_axes(0)
     mesh = local.operands[0].mesh
@@ -234,12 +234,12 @@ def _exchanged(local: Local, x: Emitted, rows: int) -> Emitted:
     """Emit an all-to-all of ``x``, with a block of ``rows`` rows for each rank that rows are exchanged with, and wait
     for it; return the blocks that arrive.
     """
-    call, (ranks, group) = local.builder.call, local.builder.group(_sent(local))
+    call, (ranks, group) = local.builder.call, local.builder.group(_sent_axes(local))
     sizes = [rows] * ranks
     return call(WAIT, call(_ALL_TO_ALL, x, sizes, sizes, group))
 
 
-def _everyone(local: Local) -> tuple[tuple[str, ...], int]:
+def _all_ranks(local: Local) -> tuple[tuple[str, ...], int]:
     """Return (all axes of the mesh, number of its ranks)."""
     mesh = local.operands[0].mesh
     axes = tuple(axis for axis in mesh.axes if axis != mesh.time)
@@ -265,7 +265,7 @@ def _recorded_choices(local: Local) -> Emitted:
 def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choices:
     """Emit the ops that sort the choices of some tokens by the ranks of their experts; return them as `_Choices`."""
     call = local.builder.call
-    key, mine, ranks, experts = _keys(local, _sent(local), index)
+    key, mine, ranks, experts = _sort_keys(local, _sent_axes(local), index)
     tokens, choices = local.builder.shape(index)
     order, back, ends = _unpack(local, call(expert_ops.ORDER, key, ranks * experts), 3)
     if mine is not None:
@@ -274,7 +274,7 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
     return _Choices(tokens, choices, x, scale, order, back, ends, mine, ranks, experts)
 
 
-def _exact_exchange(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
+def _exact_exchange(local: Local, of: _Choices) -> tuple[_Exchange, Emitted]:
     """Emit the exchange of row counts between ranks. Return (an exchange of exactly so many rows as are counted, number
     of rows that come from each rank for each expert).
     """
@@ -284,14 +284,14 @@ def _exact_exchange(local: Local, of: _Choices) -> tuple[_Sent, Emitted]:
     sends, receives = (
         call(aten.sum.dim_IntList, call(aten.reshape.default, n, [of.ranks, of.experts]), [1]) for n in (counts, came)
     )
-    return _Sent(local, of, of.ranks * of.most, of.order, of.back, sends, receives), came
+    return _Exchange(local, of, of.ranks * of.most, of.order, of.back, sends, receives), came
 
 
-def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Sent, Emitted]]:
+def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Exchange, Emitted]]:
     """Emit exchanges in which each rank sends each other rank a block of fixed size, so that the host need not wait for
     the row counts. Return, for each chunk, (the exchange, number of rows that come from each rank for each expert).
     """
-    call, (axes, ranks) = local.builder.call, _everyone(local)
+    call, (axes, ranks) = local.builder.call, _all_ranks(local)
     _, everywhere = local.builder.group(axes)
     out, fullest = [], None
     block = max(min(of.most, ceil(local.call["bound"] * of.tokens * of.choices / of.ranks)) for of in every)
@@ -299,14 +299,14 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Sent,
         blocks = call(expert_ops.BLOCKS, of.order, of.back, of.ends, of.ranks, block)
         take, home, counts, most = _unpack(local, blocks, 4)
         fullest = most if fullest is None else call(aten.maximum.default, fullest, most)
-        out.append((_Sent(local, of, of.ranks * block, take, home), counts))
+        out.append((_Exchange(local, of, of.ranks * block, take, home), counts))
     # The fullest block and the rank that has it as one number, so that one maximum over ranks finds both.
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
     number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
     return [(replace(sent, most=number), _exchanged(local, counts, sent.of.experts)) for sent, counts in out]
 
 
-def _rows(local: Local) -> Iterator[_Rows]:
+def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
     """Emit the ops that sort this rank's rows by expert. If some axis splits both tokens and experts, also emit the
     exchange of rows between ranks. Yield the `_Rows` of each chunk of tokens.
 
@@ -315,15 +315,15 @@ def _rows(local: Local) -> Iterator[_Rows]:
     call = local.builder.call
     x, index, weight = local.operand("x"), _recorded_choices(local), local.operand("weight")
     # Ranks that split the experts alone have the same tokens, and each computes a share of the rows.
-    mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent(local))
+    mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent_axes(local))
     divided = prod(mesh.size(axis) for axis in unsent)
-    if not _sent(local):
+    if not _sent_axes(local):
         of = _choices(local, x, index, weight)
         take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
         scale = call(aten.index_select.default, of.scale, 0, of.order)
         yield _Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided), of.back)
         return
-    parts = zip(*(_cut(local, tensor) for tensor in (x, index, weight)), strict=True)
+    parts = zip(*(_chunks(local, tensor) for tensor in (x, index, weight)), strict=True)
     every = [_choices(local, *tensors) for tensors in parts]
     bounded = local.call["bound"] != 0
     arriving = []
@@ -339,13 +339,13 @@ def _rows(local: Local) -> Iterator[_Rows]:
         yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // divided), places, sent)
 
 
-def _cut(local: Local, x: Emitted) -> list[Emitted]:
+def _chunks(local: Local, x: Emitted) -> list[Emitted]:
     """Cut ``x``, whose dim 0 is this rank's tokens, into chunks of tokens; return them. Without an exchange of rows
     ``x`` is the only chunk.
     """
     tokens = local.builder.shape(x)[0]
     count = min(local.call["chunks"], tokens)
-    if not _sent(local) or count == 1:
+    if not _sent_axes(local) or count == 1:
         return [x]
     ends = [tokens * at // count for at in range(count + 1)]
     return [local.builder.call(aten.slice.Tensor, x, 0, start, end) for start, end in pairwise(ends)]
@@ -356,7 +356,7 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
     return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
-def _by_token(local: Local, sent: _Sent, returned: Emitted, summed: bool) -> Emitted:
+def _by_token(local: Local, sent: _Exchange, returned: Emitted, summed: bool) -> Emitted:
     """Return ``returned``, the rows that `_Sent.back` returned (one per choice of an expert for a token), in the order
     of tokens. ``summed``: the rows of a token's choices are summed, [t, width]; else each row is one number, [t, k].
     """
@@ -380,7 +380,7 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
 
     def make() -> tuple[list[_Rows], list[list[Emitted]]]:
         every, outputs = [], []
-        for rows in _rows(local):
+        for rows in _rows_by_chunk(local):
             computed = local.builder.call(
                 expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected,
                 _host_may_wait(rows), body,
@@ -410,7 +410,7 @@ def _call_local(local: Local) -> Emitted:
     out = _joined(local, [_by_token(local, sent, x, summed=True) for sent, x in zip(exchanges, back, strict=True)])
     if (first := exchanges[0]).most is None:
         return out
-    _, ranks = _everyone(local)
+    _, ranks = _all_ranks(local)
     # Rows that found no room are missing: the output then is NaN instead of wrong.
     room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype
     return call(aten.mul.Tensor, out, call(expert_ops.WITHIN, first.most, room, ranks, dtype))
@@ -427,7 +427,7 @@ def _gradient_local(local: Local) -> Emitted:
     every, outputs = _forward(local)
     params = list(local.operand("params"))
     grads = []
-    for rows, grad in zip(every, _cut(local, local.operand("grad")), strict=True):
+    for rows, grad in zip(every, _chunks(local, local.operand("grad")), strict=True):
         if rows.sent is None:
             grads.append(grad)
             continue

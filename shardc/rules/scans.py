@@ -32,7 +32,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     """Emit a scan by ``function`` over the slices that this rank holds; return its results."""
     carries, reverse = function.counts[0], local.call["reverse"]
     pieces, run = Pieces(local, carries, 0), local.builder.call
-    steps = _steps(pieces)
+    steps = _unpadded_slices(pieces)
     if not pieces.axes:
         return run(local.call.target, operands, function.name, reverse, steps)
     places = range(pieces.ranks)[::-1] if reverse else range(pieces.ranks)
@@ -43,7 +43,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     # To know the state, sums are not needed; a carry that never changes is an argument like others.
     state, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]
     size = pieces.size if steps is None else steps
-    scaled = _scaled(local, carried, operands, rest, steps) if states else None
+    scaled = _scales(local, carried, operands, rest, steps) if states else None
     # One rank after the other computes its last state, from the one that it received, and sends it on.
     for (before, now), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
         if scaled is None:
@@ -54,8 +54,8 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
         else:
             after = [run(aten.addcmul.default, b, a, x) for (a, b), x in zip(scaled, states.values(), strict=True)]
         for at, x in zip(states, after, strict=True):
-            moved = _send(pieces, x, before, now)
-            states[at] = run(aten.where.self, _wide(local, next_turn, moved), moved, states[at])
+            moved = _swap(pieces, x, before, now)
+            states[at] = run(aten.where.self, _mask_like(local, next_turn, moved), moved, states[at])
     # Now all ranks know the state before their slices, and compute their results at the same time.
     initial = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
     results = run(local.call.target, initial, function.name, reverse, steps)
@@ -70,7 +70,7 @@ def is_padded(local: Local) -> bool:
     return any(local.true_size(dim, size) != size for dim, size in enumerate(sizes))
 
 
-def _steps(pieces: Pieces) -> Emitted | None:
+def _unpadded_slices(pieces: Pieces) -> Emitted | None:
     """Return how many of this rank's slices are not padding, int64 [1]; None if the scanned dim has no padding."""
     run, builder = pieces.local.builder.call, pieces.local.builder
     if pieces.elements == pieces.layout.shape[0]:
@@ -81,7 +81,7 @@ def _steps(pieces: Pieces) -> Emitted | None:
     return run(aten.clamp.default, run(aten.add.Scalar, before, pieces.elements), 0, pieces.size)
 
 
-def _scaled(
+def _scales(
     local: Local, carried: _Carried, operands: Sequence[Emitted], rest: Sequence[Emitted], steps: Emitted | None
 ) -> list[tuple[Emitted, Emitted]] | None:
     """Emit all steps of this rank as one map ``c -> scale * c + summand`` of a carry c (a value that goes from step to
@@ -98,7 +98,7 @@ def _scaled(
     return list(zip(scales, added, strict=True))
 
 
-def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
+def _swap(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
     """Emit a swap of ``x`` between two ranks: those that hold the pieces number ``before`` and ``now`` of the scanned
     dim. Return what each of the two receives; on all other ranks, their own ``x``.
     """
@@ -107,14 +107,14 @@ def _send(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
     return pieces.run(WAIT, pieces.run(torch.ops.shardc.permute_ranks.default, x, to, pieces.group))
 
 
-def _wide(local: Local, mask: Emitted, x: Emitted) -> Emitted:
+def _mask_like(local: Local, mask: Emitted, x: Emitted) -> Emitted:
     """Emit and return a view of ``mask``, of one element, that broadcasts to ``x``."""
     return local.builder.call(aten.view.default, mask, [1] * len(local.builder.shape(x)))
 
 
 def _only(local: Local, mask: Emitted, x: Emitted) -> Emitted:
     """Emit and return ``x`` if ``mask``, of one element, is true; else zeros."""
-    return zero_unless(local, _wide(local, mask, x), x)
+    return zero_unless(local, _mask_like(local, mask, x), x)
 
 
 class _Carried:
@@ -166,7 +166,7 @@ class _Carried:
         others: set[fx.Node] = set()  # computed from carries in other ways
         for node in self.nodes:
             inputs = node.all_input_nodes if node.op == "call_function" else []
-            scaled = _scale(graph, node, env, scales) if others.isdisjoint(inputs) else None
+            scaled = _scaled(graph, node, env, scales) if others.isdisjoint(inputs) else None
             if scaled is not None and node.meta["val"].shape == scaled[0].meta["val"].shape:
                 scales[node] = scaled
             elif any(x in scales or x in others for x in inputs):
@@ -205,7 +205,7 @@ class _Carried:
 Scales = dict[fx.Node, tuple[fx.Node, Any]]
 
 
-def _scale(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: Scales) -> tuple[fx.Node, Any] | None:
+def _scaled(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], scales: Scales) -> tuple[fx.Node, Any] | None:
     """Return (carry, factor) if ``node`` computes ``factor * carry + summand``; else None. Nodes that compute the
     factor are added to ``graph``.
 

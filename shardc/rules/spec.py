@@ -90,7 +90,7 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
     return list({str(assignment): assignment for assignment in out}.values())
 
 
-def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
+def overlaps(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     """Return whether the two factors of ``spec.routed`` are split over different axes that overlap (``tp`` and its part
     ``tp:1x2``), which no op can run. ``assignment``: factor -> digits.
     """
@@ -219,11 +219,11 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
         out.update(_share_out(layout.mesh, tuple((f, spec.size(f), spec.splittable(f)) for f in factors), digits))
     # Axes come first, so that each rank has one contiguous piece.
     for factor in spec.ordered & out.keys():
-        out[factor] = canonical(layout.mesh, _in_order(out[factor]))
+        out[factor] = canonical(layout.mesh, _axes_first(out[factor]))
     return out
 
 
-def _in_order(digits: Iterable[Digit]) -> list[Digit]:
+def _axes_first(digits: Iterable[Digit]) -> list[Digit]:
     """Return ``digits`` of one dim with those that are bound to an axis first, so that each rank holds one contiguous
     piece of the dim.
     """
@@ -280,7 +280,7 @@ def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list
     out = []
     for factors in dims:
         digits = [(f, assignment.get(f, (Digit(spec.size(f)),))) for f in factors]
-        out.append([d for f, mine in digits for d in (_in_order(mine) if f in spec.ordered else mine)])
+        out.append([d for f, mine in digits for d in (_axes_first(mine) if f in spec.ordered else mine)])
     return out
 
 
@@ -518,7 +518,7 @@ def _strategy(
             return None
         assignment[factor] = merged
     carried = [(axis, *use.carried) for axis, use in uses.items() if use.carried is not None]
-    if not commute(spec, assignment, [(axis, op) for axis, op, _ in carried]) or in_part(spec, mesh, assignment):
+    if not commute(spec, assignment, [(axis, op) for axis, op, _ in carried]) or overlaps(spec, mesh, assignment):
         return None
     return strategy_of(spec, mesh, assignment, carried), meets_requirements(spec, assignment, mesh.axes)
 

@@ -48,12 +48,12 @@ class Pieces:
         first = sum(len(layout.shape) for layout in local.operands[:at])
         self.elements: int = local.true_size(first + dim, self.layout.shape[dim])
 
-    def without_filling(self, x: Emitted) -> Emitted:
+    def with_zero_padding(self, x: Emitted) -> Emitted:
         """Return ``x`` with zeros in the padding of the dim, behind its true size."""
         if self.elements == self.layout.shape[self.dim]:
             return x
         inside = self.run(aten.lt.Scalar, positions(self.local, self.layout, self.dim, None), self.elements)
-        return zero_unless(self.local, self._along(inside, self.size), x)
+        return zero_unless(self.local, self._broadcastable(inside, self.size), x)
 
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
         """Emit and return elements ``begin`` to ``end`` of another rank's piece, which is ``away`` places after this
@@ -72,7 +72,7 @@ class Pieces:
         x = self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
         piece, last = self.local.builder.coordinate(self.axes), self.ranks - away
         exists = self.run(aten.ge.Scalar, piece, -away) if away < 0 else self.run(aten.lt.Scalar, piece, last)
-        return zero_unless(self.local, self._along(exists, 1), x)
+        return zero_unless(self.local, self._broadcastable(exists, 1), x)
 
     def extended(self, x: Emitted, before: int, after: int) -> Emitted:
         """Return ``x`` (this rank's piece) extended by its neighbours: ``before`` elements in front and ``after``
@@ -80,7 +80,7 @@ class Pieces:
         """
         # A window that reaches beyond the last element has to find zeros in the padding.
         if after:
-            x = self.without_filling(x)
+            x = self.with_zero_padding(x)
         parts, shape = [x], self.layout.shape[self.dim]
         # Farther than all other pieces there are only zeros.
         reach = [min(count, shape - self.size) for count in (before, after)]
@@ -95,26 +95,26 @@ class Pieces:
             x = self.run(aten.cat.default, parts, self.dim)
         return self._padded(x, before - reach[0], after - reach[1])
 
-    def moved(self, x: Emitted, by: int) -> Emitted:
+    def shifted(self, x: Emitted, by: int) -> Emitted:
         """Return this rank's piece of the whole dim shifted by ``by`` places towards its end (towards its begin if
         negative). Elements that nothing is shifted to are zero.
         """
         # Padding behind the last element moves in.
         if by < 0:
-            x = self.without_filling(x)
+            x = self.with_zero_padding(x)
         away, begin = divmod(-by, self.size)
         # The elements of a shifted piece lie in two neighbouring pieces.
         parts = [self.from_rank(x, begin, self.size, away), self.from_rank(x, 0, begin, away + 1)]
         present = [part for part in parts if part is not None]
         if not present:
             return self.run(aten.full_like.default, x, 0)
-        moved = self.run(aten.cat.default, present, self.dim) if len(present) > 1 else present[0]
-        short = self.size - self.local.builder.shape(moved)[self.dim]
-        return self._padded(moved, *((0, short) if parts[1] is None else (short, 0)))
+        shifted = self.run(aten.cat.default, present, self.dim) if len(present) > 1 else present[0]
+        short = self.size - self.local.builder.shape(shifted)[self.dim]
+        return self._padded(shifted, *((0, short) if parts[1] is None else (short, 0)))
 
-    def entered(self, moved: Emitted, fill: Emitted, by: int) -> Emitted:
+    def with_fill(self, shifted: Emitted, fill: Emitted, by: int) -> Emitted:
         """Fill the places that a shift by ``by`` left open: at the begin of the dim if ``by`` is positive, else at its
-        end. Return ``moved`` (the shifted piece) with the elements of ``fill`` there.
+        end. Return ``shifted`` (the shifted piece) with the elements of ``fill`` there.
         """
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
@@ -124,7 +124,7 @@ class Pieces:
             enters = self.run(aten.ge.Scalar, at, 0)
         index = self.run(aten.clamp.default, at, 0, count - 1)
         entering = self.run(aten.index_select.default, fill, self.dim, index)
-        return self.run(aten.where.self, self._along(enters, self.size), entering, moved)
+        return self.run(aten.where.self, self._broadcastable(enters, self.size), entering, shifted)
 
     def earlier_sums(self, sums: Emitted, reverse: bool) -> Emitted:
         """Return the total of all pieces before this rank's (after it if ``reverse``). ``sums`` are the running sums of
@@ -154,7 +154,7 @@ class Pieces:
         pad = [0, 0] * (self.layout.ndim - 1 - self.dim) + [before, after]
         return self.run(aten.constant_pad_nd.default, x, pad, 0)
 
-    def _along(self, mask: Emitted, size: int) -> Emitted:
+    def _broadcastable(self, mask: Emitted, size: int) -> Emitted:
         """Return ``mask``, [size], with dims of size 1 for the dims behind the split one, so that it broadcasts."""
         return self.run(aten.reshape.default, mask, [size, *[1] * (self.layout.ndim - 1 - self.dim)])
 
@@ -173,8 +173,8 @@ def _shift(call: Call) -> Spec:
 def _shift_local(local: Local) -> Emitted:
     """Emit and return a shift, in which this rank gets the elements that come in from its neighbours."""
     pieces, by, fill = Pieces(local, 0, local.call["dim"]), local.call["by"], local.operand("fill")
-    moved = pieces.moved(local.operand("x"), by)
-    return moved if fill is None else pieces.entered(moved, fill, by)
+    shifted = pieces.shifted(local.operand("x"), by)
+    return shifted if fill is None else pieces.with_fill(shifted, fill, by)
 
 
 def _edge(call: Call) -> Spec:
@@ -217,7 +217,7 @@ def _cumsum_local(local: Local) -> Emitted:
     run, dim, reverse = local.builder.call, local.call["dim"], local.call["reverse"]
     pieces, x = Pieces(local, 0, dim), local.operand("x")
     if reverse:
-        x = run(aten.flip.default, pieces.without_filling(x), [dim])
+        x = run(aten.flip.default, pieces.with_zero_padding(x), [dim])
     sums = run(aten.cumsum.default, x, dim)
     if reverse:
         sums = run(aten.flip.default, sums, [dim])
