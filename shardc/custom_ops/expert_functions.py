@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
@@ -61,7 +62,7 @@ class Body:
 
         The buffers, one for each saved value, follow the arguments of ``forward``.
         """
-        graph = _copy(self.forward)
+        graph = deepcopy(self.forward)
         out, *saved = _outputs(graph)
         for at, node in enumerate(saved):
             _write_to(graph, node, _buffer(graph, f"keep{at}"))
@@ -76,7 +77,7 @@ class Body:
         matrix product is written to its buffer; any other is returned in memory of its own.
         """
         assert self.backward is not None, f"{self.name} has no gradient"
-        graph = _copy(self.backward)
+        graph = deepcopy(self.backward)
         rows, scale, *params = _outputs(graph)
         gradients = [_product(graph, x, _buffer(graph, f"into{at}")) for at, x in enumerate(params)]
         return _run(graph, (rows, scale, *gradients))
@@ -157,19 +158,11 @@ def bodies_in(graph: fx.Graph) -> list[str]:
 _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of ``graph``, its output node included."""
-    copy = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, env))
-    return copy
-
-
 def _outputs(graph: fx.Graph) -> list[fx.node.Argument]:
     """Erase the output node of ``graph``; return the nodes that it returned, as a list with None for missing
     results.
     """
-    end = next(iter(reversed(graph.nodes)))
+    end = graph.output_node()
     results = end.args[0]
     graph.erase_node(end)
     return list(results)

@@ -23,7 +23,7 @@ class KeyBlock:
     """A block of keys (and values) that a rank's queries attend to in one kernel call.
 
     Args:
-        take: function that selects the block from a result of `KeyBlocks.reached`.
+        take: function that selects the block from this rank's shard or, if keys are gathered, from [ranks, b, g, k, e].
         back: function that maps a gradient of the block to one of the shard that contains it.
         source: index of the rank of this shard, if keys are gathered; else 0.
         bias: tensor to add to the scores; None for none.
@@ -143,22 +143,14 @@ class KeyBlocks:
         half = self.local.builder.shape(tensors[0])[0] // 2
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
-    def reached(self, tensors: list[Emitted]) -> list[Emitted]:
-        """Return the tensors from which blocks are selected, given those of this rank: gathered over ranks or, in a
-        ring, the same tensors.
-
-        A gathered tensor has the shape [ranks, b, g, k, e].
-        """
-        if not self.gathers:
-            return tensors
-        return [gathered(self.local, x, self._contiguous(x), self.ranks, self.group) for x in tensors]
-
     def with_keys(self, blocks: Iterator[KeyBlock]) -> Iterator[tuple[KeyBlock, Emitted, Emitted]]:
         """Yield each of ``blocks`` with its keys and its values. Emits the communication that brings them here."""
         # Where their shapes allow it, keys and values travel as one tensor.
-        reached = self.reached(self.joined(self.local.operand("key"), self.local.operand("value")))
+        shards = self.joined(self.local.operand("key"), self.local.operand("value"))
+        if self.gathers:
+            shards = [gathered(self.local, x, self._contiguous(x), self.ranks, self.group) for x in shards]
         for block in blocks:
-            keys, values = self.parted([block.take(x) for x in reached])
+            keys, values = self.parted([block.take(x) for x in shards])
             yield block, keys, values
 
     def gradients(
@@ -194,16 +186,14 @@ class KeyBlocks:
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
         if len(parts) == 1:
-            gathered = parts[0][1]
+            gradient = parts[0][1]
         else:
             sums = [added(self.local, [x for at, x in parts if at == source]) for source in range(self.ranks)]
-            gathered = self.run(aten.stack.default, [narrow(self.local, x) for x in sums])
-        shape = self.local.builder.shape(gathered)
-        gathered = self.run(aten.reshape.default, gathered, [shape[0] * shape[1], *shape[2:]])
-        gathered = self._contiguous(gathered)
-        return self.run(
-            WAIT, self.run(functional.reduce_scatter_tensor.default, gathered, "sum", self.ranks, self.group)
-        )
+            gradient = self.run(aten.stack.default, [narrow(self.local, x) for x in sums])
+        shape = self.local.builder.shape(gradient)
+        gradient = self._contiguous(self.run(aten.reshape.default, gradient, [shape[0] * shape[1], *shape[2:]]))
+        started = self.run(functional.reduce_scatter_tensor.default, gradient, "sum", self.ranks, self.group)
+        return self.run(WAIT, started)
 
     def _contiguous(self, x: Emitted) -> Emitted:
         """Return ``x`` in contiguous memory, as a message requires."""
@@ -385,32 +375,37 @@ class KeyBlocks:
             ranks: coordinates (`_coordinates`) of each rank whose keys are in the block.
         """
         call, run = self.local.call, self.run
-        causal = call["causal"]
         bias = self.local.operand("bias")
-        dtype = call.operands[call.position("query") or 0].dtype
         if bias is not None and not self.whole and call["bias"].shape[-1] > 1:
             columns = self._key_positions(ranks)
             if self.key.shape[2] != self.keys:
                 columns = run(aten.clamp.default, columns, 0, self.keys - 1)
             bias = run(aten.index_select.default, bias, len(call["bias"].shape) - 1, columns)
-        hidden = None
-        if causal or self.filled:
-            columns = self._key_positions(ranks)
-            if causal:
-                rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
-                hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
-            if self.filled:
-                past = run(aten.unsqueeze.default, run(aten.ge.Scalar, columns, self.keys), 0)
-                hidden = past if hidden is None else run(aten.logical_or.default, hidden, past)
-        if hidden is not None:
+        if (hidden := self._hidden(ranks)) is not None:
             hidden = run(aten.reshape.default, hidden, [1, 1, *self.local.builder.shape(hidden)])
-            mask = run(aten._to_copy.default, hidden, dtype=dtype)
+            mask = run(aten._to_copy.default, hidden, dtype=call.operands[call.position("query") or 0].dtype)
             mask = run(aten.where.ScalarOther, hidden, run(aten.full_like.default, mask, -inf), 0.0)
             bias = mask if bias is None else run(aten.add.Tensor, bias, mask)
         # A query sees no key of a block of all keys only if it sees none on a single device.
         if bias is None or self.whole or (self.gathers and not self.pending):
             return bias, None
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
+
+    def _hidden(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted | None:
+        """Return the mask of the keys of ``ranks`` that a query must not see, later keys and padding: bool [q or 1, k];
+        None if there are none.
+        """
+        run, causal, hidden = self.run, self.local.call["causal"], None
+        if not causal and not self.filled:
+            return None
+        columns = self._key_positions(ranks)
+        if causal:
+            rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
+            hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
+        if self.filled:
+            past = run(aten.unsqueeze.default, run(aten.ge.Scalar, columns, self.keys), 0)
+            hidden = past if hidden is None else run(aten.logical_or.default, hidden, past)
+        return hidden
 
     def _key_positions(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted:
         """Return the global positions of the keys of ``ranks``, one after the other: int64 [k]."""
