@@ -363,7 +363,10 @@ class Search:
             if self.closes(bound) or (self.effort.clock.over() and bound > -math.inf):
                 bounds.append(bound)
                 continue
-            bound, labels = self.tighten(graph, bound)
+            try:
+                bound, labels = self.tighten(graph, bound)
+            except Infeasible:  # what was dropped before does not improve on the best labels
+                bound, labels = self.value, None
             if labels is None:
                 bounds.append(bound)
                 continue
@@ -395,15 +398,10 @@ class Search:
         """Raise the lower bound of ``graph`` from ``bound``, changing the graph in place. Stop when the graph is
         solved, cannot improve on the best labelling, the bound stalls or the budget is used up. Return (bound, variable
         -> bound for each label); the latter is None unless the bound stalled.
-        """
-        try:
-            return self._tighten(graph, bound)
-        except Infeasible:
-            # What was dropped before does not improve on the best labels.
-            return self.value, None
 
-    def _tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
-        """Return (bound, bounds of labels) as `tighten`; raise `Infeasible` if no labels remain."""
+        Raises:
+            Infeasible: no labels remain.
+        """
         clock = self.effort.clock
         messages, batches = None, 0
         while True:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,11 +63,9 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
             raise Infeasible(f"variable {i} has no label of finite cost")
     allowed: dict[int, np.ndarray | None] = {}
     lost = {i for i, mask in alive.items() if not mask.all()}
-    queue = deque(i for i in sorted(lost.union(changed)) if i in alive)
-    waiting = set(queue)
+    queue = OrderedDict.fromkeys(i for i in sorted(lost.union(changed)) if i in alive)
     while queue:
-        j = queue.popleft()
-        waiting.discard(j)
+        j, _ = queue.popitem(last=False)
         for i, table in graph.near[j].items():
             if id(table) not in allowed:
                 finite = np.isfinite(table.costs)
@@ -83,9 +80,7 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
             if not mask.any():
                 raise Infeasible(f"variables {min(i, j)} and {max(i, j)} have no labels of finite cost together")
             alive[i] = mask
-            if i not in waiting:
-                waiting.add(i)
-                queue.append(i)
+            queue.setdefault(i)
     return graph.keep(alive)
 
 
@@ -247,21 +242,16 @@ def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Eliminate, in place, variables with at most two neighbours (with two, only if the tables do not grow) or with one
     label; return the variables whose costs or neighbours changed.
     """
-    queue = deque(sorted(i for i in variables if i in graph.unary))
-    waiting = set(queue)
+    queue = OrderedDict.fromkeys(sorted(i for i in variables if i in graph.unary))
     touched: set[int] = set()
     products: dict[tuple, tuple] = {}
     while queue:
-        i = queue.popleft()
-        waiting.discard(i)
-        near = list(graph.near[i])
-        if not _eliminate(graph, i, products):
-            continue
-        touched.update(near)
-        touched.discard(i)
-        fresh = [j for j in near if j not in waiting]
-        waiting.update(fresh)
-        queue.extend(fresh)
+        i, _ = queue.popitem(last=False)
+        near = dict.fromkeys(graph.near[i])
+        if _eliminate(graph, i, products):
+            touched.update(near)
+            touched.discard(i)
+            queue.update(near)
     return sorted(touched)
 
 
@@ -358,19 +348,9 @@ Factor = tuple[tuple[int, ...], np.ndarray | PairCosts]
 """Variables in ascending order, and costs with one axis for each of them."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """An order in which all variables of a graph can be eliminated, and the number of table entries that this
-    elimination visits.
-    """
-
-    variables: tuple[int, ...]
-    entries: int
-
-
-def plan_order(graph: Graph, table: int) -> Order | None:
-    """Return an elimination order, smallest table first; None if a table would have more than ``table`` entries, or all
-    tables together too many (`WORK`, `KEPT`).
+def plan_order(graph: Graph, table: int) -> list[int] | None:
+    """Return an order in which all variables can be eliminated, smallest table first; None if a table would have more
+    than ``table`` entries, or all tables together too many (`WORK`, `KEPT`).
     """
     near = {i: set(graph.near[i]) for i in graph.unary}
     sizes = {i: len(costs) for i, costs in graph.unary.items()}
@@ -398,10 +378,10 @@ def plan_order(graph: Graph, table: int) -> Order | None:
         for j in around:
             current[j] = entries(j)
             heapq.heappush(heap, (current[j], j))
-    return Order(tuple(order), total)
+    return order
 
 
-def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
+def eliminate(graph: Graph, order: list[int], clock: Clock) -> bool:
     """Eliminate all variables of a graph in place, in the given ``order``; the graph's constant is then the least cost.
     Return False, with the graph unchanged, if the budget of ``clock`` does not suffice.
 
@@ -409,11 +389,11 @@ def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
         Infeasible: every labelling costs inf.
     """
     buckets: dict[int, list[Factor]] = {i: [] for i in graph.unary}
-    place = {i: p for p, i in enumerate(order.variables)}
+    place = {i: p for p, i in enumerate(order)}
     for i, j, table in graph.edges():
         buckets[min(i, j, key=place.__getitem__)].append(((i, j), table))
     constant, factors_of = graph.constant, {}
-    for i in order.variables:
+    for i in order:
         if clock.over():
             return False
         factors = [_axis_first(factor, i) for factor in buckets.pop(i)]
@@ -426,7 +406,7 @@ def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
             buckets[min(scope, key=place.__getitem__)].append((scope, costs))
         else:
             constant += float(costs)
-    for i in order.variables:
+    for i in order:
         graph.remove(i, factors_of[i])
     graph.constant = constant
     return True
