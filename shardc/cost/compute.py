@@ -107,18 +107,14 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
     """Return, for each op of ``step``, the `Buffer` of each of its results; None for a result that is not a tensor."""
     out: list[tuple[Buffer | None, ...]] = []
     for at, op in enumerate(step.ops):
-        behind = _behind(op, at, out)
-        out.append(behind)
-        for read in op.reads:
-            for buffer in out[read]:
-                if buffer is not None:
-                    buffer.last = at
-                    if op.kind not in (MOVE, WAIT):
-                        buffer.readers.append(at)
-        for read in step.ops[op.reads[0]].reads if op.kind == WAIT and is_stored(step.ops[op.reads[0]].node) else ():
-            for buffer in out[read]:
-                if buffer is not None:
-                    buffer.last = at  # the copy reads it until then
+        out.append(_behind(op, at, out))
+        awaited = step.ops[op.reads[0]] if op.kind == WAIT else None
+        # A copy to the host reads its operand until it is awaited.
+        copied = awaited.reads if awaited is not None and is_stored(awaited.node) else ()
+        for buffer in (buffer for read in (*op.reads, *copied) for buffer in out[read] if buffer is not None):
+            buffer.last = at
+            if op.kind not in (MOVE, WAIT):
+                buffer.readers.append(at)
     return out
 
 
@@ -197,7 +193,7 @@ def _kernel(
     record = ir.info(first.node)
     return Kernel(
         run, record.name, record.origin.module, record.origin.source, first.phase,
-        operations, written + sum(reads.values()), _dtype(first.node), is_attention(first.node.target),
+        operations, written + sum(reads.values()), operand_dtype(first.node), is_attention(first.node.target),
     )  # fmt: skip
 
 
@@ -208,10 +204,9 @@ def is_inner(buffer: Buffer, kernel: set[int], step_outputs: set[int]) -> bool:
     return id(buffer) not in step_outputs and all(reader in kernel for reader in buffer.readers)
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
+def operand_dtype(node: fx.Node) -> torch.dtype:
     """Return the dtype of the first tensor that ``node`` reads; float32 if there is none."""
-    values = [x.meta.get("val") for x in node.all_input_nodes]
-    return next((x.dtype for x in values if isinstance(x, Tensor)), torch.float32)
+    return next((ir.value(x).dtype for x in node.all_input_nodes if ir.is_tensor(x)), torch.float32)
 
 
 SHARE = 0.05  # share of a rank's operations from which `shardc.compile` warns: a high cost by `lint`

@@ -132,6 +132,11 @@ class Hardware:
             return self.tf32
         return by_dtype.get(dtype, by_dtype[torch.float32])
 
+    def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
+        """Return the operations per second in ``dtype`` that a matrix product reaches, or ``attention``."""
+        reached = self.attention if attention and self.attention is not None else self.matmul
+        return self.peak(dtype, attention) * reached
+
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
         """Return the seconds of a collective of ``kind``, of one tensor, over ``axes``; each rank sends
         ``wire_bytes``.
@@ -167,9 +172,8 @@ class Hardware:
         self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
     ) -> float:
         """Return the seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009) and a launch."""
-        reached = self.attention if attention and self.attention is not None else self.matmul
-        computing, streaming = self.peak(dtype, attention) * reached, self.memory_bandwidth * self.streaming
-        return self.launch + max(flops / computing, nbytes / streaming, self.kernel)
+        streaming = self.memory_bandwidth * self.streaming
+        return self.launch + max(flops / self.rate(dtype, attention), nbytes / streaming, self.kernel)
 
     def update_seconds(self, nbytes: float, host: bool) -> float:
         """Return the seconds of an optimizer's update that reads and writes ``nbytes``: on the host if ``host``, else

@@ -66,7 +66,7 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
     If the search considers more than `PATIENCE` moves, the result is good but may not be the cheapest.
     """
     start, goal = places.source, places.target
-    cache = _StateCache(places)
+    cache = _StateCache(places, prices)
     best: dict[State, float] = {start: 0.0}
     came: dict[State, tuple[State, Move]] = {}
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
@@ -74,7 +74,7 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
     looked = 0
     while queue:
         if looked > PATIENCE:
-            return _straight(cache, prices, best, came, [state for _, _, state in nsmallest(_FINISHED, queue)])
+            return _straight(cache, best, came, [state for _, _, state in nsmallest(_FINISHED, queue)])
         _, _, state = heappop(queue)
         if state == goal:
             return _trace(came, goal)
@@ -86,7 +86,7 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
             looked += 1
             if after in done:
                 continue
-            total = spent + cache.price(prices, move, elements, after)
+            total = spent + cache.price(move, elements, after)
             if total < best.get(after, float("inf")):
                 best[after], came[after] = total, (state, move)
                 missing = cache.missing(after)
@@ -95,11 +95,7 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
 
 
 def _straight(
-    cache: _StateCache,
-    prices: Prices,
-    best: dict[State, float],
-    came: dict[State, tuple[State, Move]],
-    states: list[State],
+    cache: _StateCache, best: dict[State, float], came: dict[State, tuple[State, Move]], states: list[State]
 ) -> list[tuple[Move, State]]:
     """Return the cheapest path from the source to the target layout, as (move, state after it), that goes through one
     of ``states`` and on by the moves of `_Moves.straight`.
@@ -113,7 +109,7 @@ def _straight(
         path, total, state = _trace(came, start), best[start], start
         while state != cache.places.target:
             move, after = _Moves(cache, state).straight()
-            total += cache.price(prices, move, cache.local_numel(state), after)
+            total += cache.price(move, cache.local_numel(state), after)
             path.append((move, after))
             state = after
         paths.append((total, at, path))
@@ -135,13 +131,13 @@ def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Mo
 class _StateCache:
     """Cached properties of the states of one search: local sizes, prices, axes, lower bounds."""
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, places: Places, prices: Prices) -> None:
+        self.places, self.prices = places, prices
         self.numel = prod(places.shape)
         self._tilings: dict[tuple[Region, State], list[State]] = {}
         self._local_numel: dict[State, int] = {}
         self._axes: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._prices: dict[tuple[str, tuple[str, ...], int, int], float] = {}
+        self._seconds: dict[tuple[str, tuple[str, ...], int, int], float] = {}
         self.target_numel = self.local_numel(places.target)
 
     def local_numel(self, state: State) -> int:
@@ -151,11 +147,11 @@ class _StateCache:
             numel = self._local_numel[state] = self.numel // shards
         return numel
 
-    def price(self, prices: Prices, move: Move, before: int, after: State) -> float:
+    def price(self, move: Move, before: int, after: State) -> float:
         """Return the seconds of ``move`` to the state ``after``, from a state of ``before`` local elements."""
         key = move.kind, self.axes(move), before, self.local_numel(after)
-        if (seconds := self._prices.get(key)) is None:
-            seconds = self._prices[key] = prices.seconds(*key)
+        if (seconds := self._seconds.get(key)) is None:
+            seconds = self._seconds[key] = self.prices.seconds(*key)
         return seconds
 
     def axes(self, move: Move) -> tuple[str, ...]:

@@ -218,7 +218,7 @@ class Costs:
         mesh, hardware = mesh or self.mesh, hardware or self.hardware
         out: Values = {axis_symbol(axis): mesh.size(axis) for axis in mesh.axes}
         out |= {BATCH: sizes.get("batch", self.batch), SEQUENCE: sizes.get("sequence", self.sequence)}
-        out[RATE] = hardware.peak(self.dtype) * hardware.matmul
+        out[RATE] = hardware.rate(self.dtype)
         for move in self.moves:
             out |= move.machine(mesh, hardware)
         return out

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import LazyGraphModule, PyTree, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture, input_names, loss_arity, shortened
-from shardc.cost.compute import model_flops
+from shardc.cost.compute import model_flops, operand_dtype
 from shardc.cost.hardware import Hardware
 from shardc.cost.step_sequence import INPUT
 from shardc.custom_ops.flops import is_attention
@@ -191,28 +191,25 @@ class CapturedModel:
         """
         request = few_of(self.source.request(mesh, plan, options), self.repeats)
         gm = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
-        marked = {node: node.kwargs["name"] for node in gm.graph.nodes if node.target is ops.tag}
-        borders: dict[str, dict[str, fx.Node]] = {"forward": {}, "backward": {}}
-        for node, name in marked.items():
-            source = node
+        at_border: dict[str, dict[str, str]] = {"forward": {}, "backward": {}}  # phase -> tag name -> name of a value
+        for tag in gm.graph.find_nodes(op="call_function", target=ops.tag):
+            source = tag
             while source.target is ops.tag:
                 source = source.args[0]
-            borders[ir.info(node).origin.phase].setdefault(name, source)
+            at_border[ir.info(tag).origin.phase].setdefault(tag.kwargs["name"], ir.info(source).name)
         with shortened(self.source.model, self.repeats), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
             bound = bound_of(request, replace(self.captured, graph=gm))
             pipeline = passes.pipeline(
                 bound, options, self.captured.fake_mode, self.source.device, (min_cut, must_recompute, must_save)
             )
-            names = {node: ir.info(node).name for by_name in borders.values() for node in by_name.values()}
             gm = pipeline.until(Propagate.name).run(gm)
             propagate = pipeline[Propagate]
             if chooser is not None:
                 gm = replace(propagate, chooser=chooser)(gm)
         nodes = {ir.info(node).name: node for node in gm.graph.nodes if node.op != "output"}
         values, gradients = (
-            {name: nodes[names[node]] for name, node in by_name.items() if names[node] in nodes}
-            for by_name in borders.values()
+            {tag: nodes[name] for tag, name in names.items() if name in nodes} for names in at_border.values()
         )
         return PlannedGraph(propagate.problem, gm.graph, values, gradients)
 
@@ -270,9 +267,8 @@ class CapturedModel:
         one ``phase`` ("forward", "backward"), at the rates of ``hardware``.
         """
         return sum(
-            flops * self.weight(node) / (hardware.peak(_dtype(node), attention) * _rate(hardware, attention))
+            flops * self.weight(node) / hardware.rate(operand_dtype(node), is_attention(node.target))
             for node, flops in self._products
-            for attention in (is_attention(node.target),)
             if phase in (None, ir.info(node).origin.phase)
         )
 
@@ -296,16 +292,6 @@ class CapturedModel:
             seconds += sum(weight * update * size for weight, size in on_host)
         size = sum(round(x.bytes * self.times(x.module or x.name)) for x in few.memory.tensors_at_peak)
         return Estimate(seconds, size)
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype of the first tensor that an op reads; float32 if it reads none."""
-    return next((ir.value(x).dtype for x in node.all_input_nodes if ir.is_tensor(x)), torch.float32)
-
-
-def _rate(hardware: Hardware, attention: bool) -> float:
-    """Return the share of the peak FLOP/s that is reached: by attention if ``attention``, else by matrix products."""
-    return hardware.attention if attention and hardware.attention is not None else hardware.matmul
 
 
 @dataclass(frozen=True)
