@@ -17,6 +17,7 @@ from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts
 from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
+from shardc.passes import Localize, Objective, Pass, Propagate
 from shardc.passes.check import Verify
 from shardc.plan.ports import batch_axes
 from shardc.program import Program
@@ -25,16 +26,6 @@ from shardc.verify import window
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # errors are relative to a tensor's largest element, but at least to this
-# Before layouts are chosen.
-GLOBAL = ("capture", "experts", "attention", "windows", "canonicalize", "float8", "seed", "pad")
-LOCAL = (
-    "localize",
-    "offload",
-    "hoist_grad_epilogue",
-    "chunk_loss",
-    "decompose",
-)  # stages at local shapes, before forward and backward are split
-SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the objective is in the graph
 
 
 @dataclass(frozen=True)
@@ -243,9 +234,9 @@ class _Stages:
 
     def _values(self, stage: str, gm: fx.GraphModule) -> Values:
         """Run the graph ``gm`` of a stage; return the values of its nodes and outputs as global tensors."""
-        feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
-        if not self.program.is_half(stage) and stage not in LOCAL:
-            return on_layouts(gm, Mesh() if stage in GLOBAL else self.mesh, feed)
+        feed = self.feed if self._is_before(Objective, stage) else self.feed | dict(self._tangents())
+        if self._is_before(Localize, stage):
+            return on_layouts(gm, Mesh() if self._is_before(Propagate, stage) else self.mesh, feed)
         backward = stage.endswith(".backward")
         assert not backward or self.forward is not None
         saved = self.forward.saved if backward and self.forward is not None else None
@@ -253,6 +244,11 @@ class _Stages:
         if not backward:
             self.forward = values
         return values
+
+    def _is_before(self, later: type[Pass], stage: str) -> bool:
+        """Return whether ``stage`` is the graph before the pass ``later`` runs."""
+        stages = self.program.stages
+        return later.name in stages[stages.index(stage) + 1 :]
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
         """Yields (("tangent", index), tangent) for each output that has a gradient. The tangents are scaled so that
