@@ -126,22 +126,31 @@ class SearchOverMeshes:
         least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
         left_out: list[str] = []
+
+        def fastest() -> float:
+            """Return the seconds of the fastest plan that fits, on any mesh so far; inf if there is none."""
+            return min((search.limit() for search in searches.values()), default=inf)
+
+        def tried() -> list[Trial]:
+            """Return the plans that were tried on all meshes."""
+            return [trial for search in searches.values() for trial in search.tried.values()]
+
         for mesh, axis in meshes.items():
             with self._noted(errors):
                 kind = partial(StageSearch, axis=axis) if axis else Search
                 search = kind(
                     self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
-                search.most = min((other.limit() for other in searches.values()), default=inf)
+                search.most = fastest()
                 search.forms()
                 searches[mesh] = search
         for mesh, search in searches.items():
-            search.most = min(other.limit() for other in searches.values())
+            search.most = fastest()
             with self._noted(errors):
                 least[mesh] = search.least() if len(searches) > 1 else 0.0
         for mesh in sorted(least, key=lambda mesh: (bool(meshes[mesh]), least[mesh])):
             search = searches[mesh]
-            search.most = min(other.limit() for other in searches.values())
+            search.most = fastest()
             search.gap = GAP if len(searches) > 1 else 0.0
             search.price = min((price for other in searches.values() for price in other.prices.values()), default=LEAST)
             if least[mesh] > MARGIN * search.most:
@@ -153,14 +162,12 @@ class SearchOverMeshes:
             search.stated = None
             if gc.get_count()[0] > UNCOLLECTED:
                 gc.collect()
-        trials = [trial for search in searches.values() for trial in search.tried.values()]
-        while (best := self.best(trials)) is not None and best.estimate is not None:
+        while (best := self.best(tried())) is not None and best.estimate is not None:
             searches[best.mesh].confirm(best)
-            trials = [trial for search in searches.values() for trial in search.tried.values()]
         if best is not None:
             left_out += [text for search in searches.values() for text in search.left_out.values()]
-            return Found(best.plan, best.mesh, tuple(trials), self.hand, tuple(left_out))
-        if trials:
+            return Found(best.plan, best.mesh, tuple(tried()), self.hand, tuple(left_out))
+        if trials := tried():
             raise self._too_large(trials, list(meshes))
         if errors:
             raise errors[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations
@@ -225,14 +224,6 @@ class Search:
             splits[splits.index(split)] = replace(new, rounds=split.rounds + 1)
         self._fit()
 
-    def _try(self, candidate: Candidate) -> Trial | None:
-        """Add pins of activations to the plan of a solution and predict its schedule. Return the `Trial`; None if the
-        plan cannot be compiled.
-        """
-        with suppress(ShardcError):
-            return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
-        return None
-
     def _fit(self) -> None:
         """Change the fastest and the smallest plan that were tried so that they use less memory (recompute, offload,
         ...), until they fit or are slower than the best plan so far.
@@ -284,7 +275,11 @@ class Search:
             candidate = self._fastest(split)
         trial = None
         while candidate is not None:
-            trial = self._try(candidate)
+            try:
+                plan = self.pinner.pinned(candidate.plan, candidate.borders)
+                trial = self._schedule(plan, "found", candidate)
+            except ShardcError:
+                return None
             if trial is None or trial.fits:
                 break
             self.beyond[split.over] = trial.memory - candidate.bytes
@@ -327,17 +322,14 @@ class Search:
         """
         start = time.perf_counter()
         like = self.stated
-        planned = like.planned if like is not None else self._planned()
+        options = replace(self.options, cost=self.hardware)
+        planned = self.captured_model.graph(self.mesh, self.hand, options, None) if like is None else like.planned
         storages = self._anywhere if over is None else partial(self._storages, over)
         free = StorageChoice(over or (), storages, tuple(self._batches()), COPIES)
         problem = PlanProblem(planned.problem, planned.graph, weights, free, planned=planned, like=like)
         problem.seconds = time.perf_counter() - start
         self.stated = problem
         return problem
-
-    def _planned(self) -> PlannedGraph:
-        """Return the graph with the layouts of the user's entries."""
-        return self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
 
     def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
         """Return the best solution of the layout ``problem`` if a byte of memory costs ``byte`` seconds; None if no

@@ -254,8 +254,10 @@ class Writer:
         """
         styles: dict[tuple[str, str], list[str]] = {}
         raw: dict[str, str] = {}
-        for glob, layout in self.by_glob(computes):
-            style_axis = self._style(glob, layout, computes)
+        by_glob = self.by_glob(computes)
+        layouts = dict(by_glob)
+        for glob, layout in by_glob:
+            style_axis = self._style(glob, layout, layouts)
             if style_axis is not None and style_axis[1] not in batch:
                 styles.setdefault(style_axis, []).append(glob.rpartition(".")[0])
             else:
@@ -267,7 +269,7 @@ class Writer:
                 plan |= tp(axis, **by_style)
         return plan | Plan(params=raw) if raw else plan
 
-    def _style(self, glob: str, layout: Layout, computes: Mapping[str, Layout]) -> tuple[str, str] | None:
+    def _style(self, glob: str, layout: Layout, layouts: Mapping[str, Layout]) -> tuple[str, str] | None:
         """Return (style, axis) of the ``tp`` entry that gives the parameters of ``glob`` the layout ``layout``; None if
         no style does.
 
@@ -275,7 +277,7 @@ class Writer:
 
         Args:
             glob: glob of the parameter.
-            computes: parameter -> its compute layout.
+            layouts: glob -> compute layout of its parameters, also of others.
         """
         module_glob, _, kind = glob.rpartition(".")
         if len(layout.bound) != 1 or layout.bound[0] not in self.mesh.axes:
@@ -286,19 +288,14 @@ class Writer:
         module = self._module(module_glob)
         if not first or not isinstance(module, nn.Linear | nn.Embedding):
             return None
-        bias = next((x for g, x in self.by_glob(computes) if g == f"{module_glob}.bias"), None)
-        bias_split = bias is not None and bias.bound == (axis,)
-        has_bias = getattr(module, "bias", None) is not None
+        weight, bias = (layouts.get(f"{module_glob}.{name}") for name in ("weight", "bias"))
         if kind == "bias":
-            weight = next((x for g, x in self.by_glob(computes) if g == f"{module_glob}.weight"), None)
-            return (
-                ("bias", axis)
-                if weight is not None and self._style(f"{module_glob}.weight", weight, computes)
-                else None
-            )
+            has_style = weight is not None and self._style(f"{module_glob}.weight", weight, layouts)
+            return ("bias", axis) if has_style else None
         if isinstance(module, nn.Embedding):
             return ("vocab", axis) if dim == 0 else None
-        if dim == 0 and bias_split == has_bias:
+        bias_split = bias is not None and bias.bound == (axis,)
+        if dim == 0 and bias_split == (getattr(module, "bias", None) is not None):
             return "colwise", axis
         return ("rowwise", axis) if dim == 1 and bias is None else None
 

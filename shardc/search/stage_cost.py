@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from torch import fx
 
@@ -206,24 +206,15 @@ def _unfolded(captured_model: CapturedModel, few: Sequence[Part]) -> Iterator[Pa
     block.
     """
     repeats = captured_model.repeats
-    at = 0
-    while at < len(few):
-        place = repeats.place(few[at].name) if repeats else None
-        if place is None:
-            yield replace(few[at], name=repeats.whole(few[at].name) if repeats else few[at].name)
-            at += 1
+    placed = [(part, *(repeats.place(part.name) or (None, 0, ""))) for part in few]
+    for run, group in groupby(placed, lambda row: row[1]):
+        rows = list(group)
+        if run is None:
+            yield from (replace(part, name=repeats.whole(part.name)) for part, *_ in rows)
             continue
-        run = place[0]
-        blocks: list[list[Part]] = [[] for _ in range(repeats.keep)]
-        while at < len(few) and (place := repeats.place(few[at].name)) is not None and place[0] == run:
-            blocks[place[1]].append(few[at])
-            at += 1
         for block in range(run.count):
             source = 0 if block == 0 else repeats.keep - 1 if block == run.count - 1 else 1
-            for part in blocks[source]:
-                place = repeats.place(part.name)
-                assert place is not None
-                yield replace(part, name=run.name(block, place[2]))
+            yield from (replace(part, name=run.name(block, rest)) for part, _, at, rest in rows if at == source)
 
 
 @dataclass(frozen=True)
@@ -313,23 +304,21 @@ class Player:
         """Return the cut in which the slowest stage is as fast as possible, as the index of the first part of each
         stage.
         """
-        before = [0.0, *accumulate(part.total for part in self.parts)]
-        stages = self.schedule.stages
-        best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
-        by_end: dict[int, tuple[float, tuple[int, ...]]] = {0: best[0]}
-        for _ in range(stages - 1):
-            then: dict[int, tuple[float, tuple[int, ...]]] = {}
+        before = [0.0, *accumulate(part.total for part in self.parts)]  # seconds of all parts in front of each
+        # Start of the last stage so far -> (seconds of the slowest stage in front of it, starts of the stages).
+        cuts: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+        for _ in range(self.schedule.stages - 1):
+            longer: dict[int, tuple[float, tuple[int, ...]]] = {}
             for end in self._places:
                 options = [
-                    (max(most, before[end] - before[start]), (*starts, end))
-                    for start, (most, starts) in by_end.items()
+                    (max(slowest, before[end] - before[start]), (*starts, end))
+                    for start, (slowest, starts) in cuts.items()
                     if start < end
                 ]
                 if options:
-                    then[end] = min(options)
-            by_end = then
-        options = [(max(most, before[-1] - before[start]), starts) for start, (most, starts) in by_end.items()]
-        return min(options)[1]
+                    longer[end] = min(options)
+            cuts = longer
+        return min((max(slowest, before[-1] - before[start]), starts) for start, (slowest, starts) in cuts.items())[1]
 
     def play(self, starts: tuple[int, ...]) -> Played:
         """Return the predicted step of the cut whose stages begin at the parts ``starts``."""
@@ -401,5 +390,4 @@ class Player:
         """For each rank, the set of states that it passes through in a step. A state has the number of microbatches in
         flight on each of the rank's stages: ((stage, number), ...).
         """
-        lists = self.schedule.lists
-        return [{tuple(sorted(count.items())) for count in in_flight(actions)} for actions in lists]
+        return [{tuple(sorted(count.items())) for count in in_flight(row)} for row in self.schedule.lists]
