@@ -197,22 +197,21 @@ class Timeline:
             starts with its message and ends when that has arrived, while the rank goes on; a receive starts when the
             rank gets to it and ends when the message is there.
         seconds: duration of the step.
-        once: for each rank, (start, end) of what runs once, in front of its list and behind it; () for nothing.
+        once: for each rank, (start, end) of what runs once, in front of its list and behind it.
     """
 
     schedule: Schedule
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     seconds: float
-    once: tuple[tuple[tuple[float, float], ...], ...] = ()
+    once: tuple[tuple[tuple[float, float], ...], ...]
 
     @property
     def busy(self) -> tuple[float, ...]:
         """For each rank, the seconds in which it computes, the graphs that run once per step included."""
-        once = self.once or ((),) * self.schedule.ranks
         return tuple(
             sum(end - start for action, start, end in row if action.kind in COMPUTATIONS)
             + sum(end - start for start, end in rest)
-            for row, rest in zip(self.spans, once, strict=True)
+            for row, rest in zip(self.spans, self.once, strict=True)
         )
 
     @property
@@ -298,4 +297,4 @@ def clock(
 
     if not advance(schedule, runs):
         play(schedule)
-    return Timeline(schedule, tuple(map(tuple, spans)), max(now))
+    return Timeline(schedule, tuple(map(tuple, spans)), max(now), ((),) * schedule.ranks)

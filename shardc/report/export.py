@@ -112,9 +112,8 @@ def trace(schedule: Prediction) -> dict[str, object]:
             {**arrow, "ph": "s", "tid": tid, "ts": c.start * 1e6}, {**arrow, "ph": "f", "tid": 0, "ts": still * 1e6}
         ]  # fmt: skip
     for sample in schedule.memory.samples:
-        now = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
         sizes = dict(zip(OWNERS, sample.sizes, strict=True))
-        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": now * 1e6, "args": sizes})
+        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": schedule.reached(sample.at) * 1e6, "args": sizes})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -134,7 +133,7 @@ def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: st
     events[0] = _named("process_name", 0, f"{axis} {rank}: {schedule.title}")
     for at, row in enumerate(timeline.spans):
         spans = [(str(x), start, end) for x, start, end in row if x.kind in COMPUTATIONS]
-        spans += [("once", start, end) for start, end in (timeline.once[at] if timeline.once else ())]
+        spans += [("once", start, end) for start, end in timeline.once[at]]
         spans += [("waits for a transfer", start, end) for start, end in timeline.waits[at]]
         ours = [_named("process_name", 0, f"{axis} {at}"), _named("thread_name", 0, "stages")]
         ours += [_event(name, 0, start, end, {}) for name, start, end in sorted(spans, key=lambda span: span[1])]

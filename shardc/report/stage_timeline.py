@@ -86,28 +86,30 @@ def _row(timeline: Timeline, rank: int, columns: int) -> str:
     """Return the time of a rank in a step drawn as a line of ``columns`` characters: its computations by kind and
     microbatch, and its waits.
     """
+    spans = [(_label(timeline, x), "-", start, end) for x, start, end in timeline.spans[rank] if x.kind in COMPUTATIONS]
+    spans += [("", _ONCE, *span) for span in timeline.once[rank]]
+    spans += [("", _MOVES, *span) for span in timeline.waits[rank]]
     row = [_WAITS] * columns
     scale = columns / timeline.seconds if timeline.seconds else 0.0
-    for action, start, end in timeline.spans[rank]:
+    for label, filler, start, end in spans:
         first, last = round(start * scale), round(end * scale)
-        if action.kind in COMPUTATIONS:
-            label = action.kind.value if _is_first(timeline, action) else action.kind.value.lower()
-            label = f"{label}{action.microbatch}"
-            shown = label if len(label) <= last - first else label[:1]
-            row[first:last] = f"{shown:-<{last - first}}"[: last - first]
-    for start, end in timeline.once[rank] if timeline.once else ():
-        first, last = round(start * scale), round(end * scale)
-        row[first:last] = _ONCE * (last - first)
-    for start, end in timeline.waits[rank]:
-        first, last = round(start * scale), round(end * scale)
-        row[first:last] = _MOVES * (last - first)
+        shown = label if len(label) <= last - first else label[:1]
+        row[first:last] = f"{shown:{filler}<{last - first}}"[: last - first]
     return "".join(row)
 
 
-def _is_first(timeline: Timeline, action: Action) -> bool:
-    """Return whether the stage of ``action`` is the first of its rank's stages."""
+def _label(timeline: Timeline, action: Action) -> str:
+    """Return the letter of a computation and its microbatch, such as ``F3``; a small letter if its stage is not the
+    first of its rank's stages.
+    """
+    letter, later = action.kind.value, _earlier_stages(timeline, action.stage)
+    return f"{letter.lower() if later else letter}{action.microbatch}"
+
+
+def _earlier_stages(timeline: Timeline, stage: int) -> int:
+    """Return how many stages in front of ``stage`` are on its rank."""
     rank_of = timeline.schedule.rank_of
-    return rank_of.index(rank_of[action.stage]) == action.stage
+    return rank_of[:stage].count(rank_of[stage])
 
 
 def draw(timeline: Timeline) -> Figure:
@@ -127,26 +129,25 @@ def draw(timeline: Timeline) -> Figure:
     per_rank = schedule.stages // schedule.ranks
     points = (width - 2.5) * 72 / (timeline.seconds or 1)  # of a second, about
     label_points = 5 * len(str(schedule.microbatches - 1))
+
+    def colour_of(action: Action) -> tuple[float, ...]:
+        """Return the colour of a computation, paler for a later stage of its rank."""
+        pale = 0.6 * _earlier_stages(timeline, action.stage) / per_rank
+        return tuple(part + (1 - part) * pale for part in to_rgb(_COLOURS[action.kind]))
+
     for rank, row in enumerate(timeline.spans):
-        local = [stage for stage, owner in enumerate(schedule.rank_of) if owner == rank]
-        for kind, colour in _COLOURS.items():
-            for chunk, stage in enumerate(local):
-                bars = [(a, b) for action, a, b in row if (action.kind, action.stage) == (kind, stage)]
-                pale = 0.6 * chunk / per_rank
-                shade = tuple(part + (1 - part) * pale for part in to_rgb(colour))
-                spans = [(start * unit, (end - start) * unit) for start, end in bars]
-                if spans:
-                    axes.broken_barh(spans, (rank - 0.38, 0.76), facecolor=shade, edgecolor="white", linewidth=0.4)
+        once = [(start * unit, (end - start) * unit) for start, end in timeline.once[rank]]
+        bars: dict[tuple[float, ...], list[tuple[float, float]]] = {to_rgb(_ONCE_COLOUR): once}
         for action, start, end in row:
-            if action.kind in COMPUTATIONS and (end - start) * points > label_points:
-                middle = (start + end) / 2 * unit
-                axes.text(middle, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
-        once = [(start * unit, (end - start) * unit) for start, end in (timeline.once[rank] if timeline.once else ())]
-        if once:
-            axes.broken_barh(once, (rank - 0.38, 0.76), facecolor=_ONCE_COLOUR, edgecolor="white", linewidth=0.4)
+            if action.kind in COMPUTATIONS:
+                bars.setdefault(colour_of(action), []).append((start * unit, (end - start) * unit))
+                if (end - start) * points > label_points:
+                    middle = (start + end) / 2 * unit
+                    axes.text(middle, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
+        for colour, spans in bars.items():
+            axes.broken_barh(spans, (rank - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.4)
         exposed = [(start * unit, (end - start) * unit) for start, end in timeline.waits[rank]]
-        if exposed:
-            axes.broken_barh(exposed, (rank + 0.26, 0.12), color=EXPOSED, linewidth=0.3, snap=False)
+        axes.broken_barh(exposed, (rank + 0.26, 0.12), color=EXPOSED, linewidth=0.3, snap=False)
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.set_ylim(schedule.ranks - 0.5, -0.5)
     axes.set_xlim(0, timeline.seconds * unit or 1)
@@ -179,7 +180,7 @@ def svg(timeline: Timeline) -> str:
 
     for rank, row in enumerate(timeline.spans):
         parts.append(f'<text x="0" y="{rank * height + 14}" fill="currentColor">rank {rank}</text>')
-        for start, end in timeline.once[rank] if timeline.once else ():
+        for start, end in timeline.once[rank]:
             bar(rank, start, end, _ONCE_COLOUR, _ONCE_NAME)
         for action, start, end in row:
             if action.kind in COMPUTATIONS:
