@@ -10,16 +10,17 @@ receives before it reads them (two at most).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from operator import getitem
-from typing import Any
+from itertools import groupby, islice
+from operator import getitem, itemgetter
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from shardc.cost.compute import Buffer, Kernel, is_inner
-from shardc.cost.step_sequence import INPUT, START, Sequence
+from shardc.cost.step_sequence import INPUT, START, Op, Sequence
 from shardc.ir import graph as ir
 from shardc.ir.comm import is_loaded, is_stored
 from shardc.ir.executable import TERM, TRANSFER
@@ -101,7 +102,48 @@ def memory_of(
         kernels: position of the last op -> kernel.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
     """
-    phases = [op.phase for op in step.ops]
+    holds = list(_holds(step, outputs, kernels, optimizer_copies))
+    on_device = [hold for hold in holds if not hold.host]
+    samples = _samples(on_device, len(step.ops))
+    peak = max(samples, key=lambda sample: (sample.total, -sample.at))
+    tensors_at_peak = tuple(_peak_tensor(step, hold) for hold in on_device if hold.start <= peak.at <= hold.end)
+    peak_op = ir.info(step.ops[min(peak.at, len(step.ops) - 1)].node).name
+    host: dict[str, int] = {}  # owner -> most bytes on the host
+    on_host = dict.fromkeys(OWNERS, 0)
+    for _, owner, change in _changes([hold for hold in holds if hold.host]):
+        on_host[owner] += change
+        host[owner] = max(host.get(owner, 0), on_host[owner])
+    return Memory(samples, peak, peak_op, tuple(sorted(host.items())), tensors_at_peak)
+
+
+class _Hold(NamedTuple):
+    """Memory that is allocated while some of a step's ops run.
+
+    Attributes:
+        owner: one of ``OWNERS``.
+        size: bytes.
+        start, end: positions of the first and the last of these ops.
+        at: position of the op whose result it holds; -1 for the arena.
+        number: which of the op's results it holds.
+        host: whether it is host memory.
+    """
+
+    owner: str
+    size: int
+    start: int
+    end: int
+    at: int
+    number: int = 0
+    host: bool = False
+
+
+def _holds(
+    step: Sequence, outputs: list[tuple[Buffer | None, ...]], kernels: Mapping[int, Kernel], optimizer_copies: float
+) -> Iterator[_Hold]:
+    """Yield what is allocated in a step, in the order of the ops that allocate it. The arguments are as for
+    `memory_of`.
+    """
+    phases, whole_step = [op.phase for op in step.ops], len(step.ops)
     step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
     lasting = {id(b) for role, at in step.outputs if role.kind != TRANSFER for b in outputs[at] if b is not None}
     summed = [(role, at) for role, at in step.passed_on if role.kind == TERM and phases[at] == "backward"]
@@ -110,70 +152,33 @@ def memory_of(
     leaving = [(role, at) for role, at in step.outputs if role.kind == "grad"]
     grads = {id(b) for _, at in (*leaving, *summed) for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
-    changes: dict[int, dict[str, int]] = {}
-    holds: list[tuple[str, int, int, int, int, int]] = []
-
-    def hold(owner: str, size: int, start: int, end: int, by: int, number: int = 0) -> None:
-        """Count ``size`` bytes for ``owner`` while ops ``start`` to ``end`` run. The bytes hold result ``number`` of op
-        ``by``.
-        """
-        holds.append((owner, size, start, end, by, number))
-        for at, change in ((start, size), (end + 1, -size)):
-            change_by_owner = changes.setdefault(at, {})
-            change_by_owner[owner] = change_by_owner.get(owner, 0) + change
-
-    whole_step = len(step.ops)
-    on_host: dict[str, list[tuple[int, int]]] = {}  # owner -> (op, change of bytes)
     if step.arena:
-        hold("communication", step.arena, 0, whole_step, -1)
+        yield _Hold("communication", step.arena, 0, whole_step, -1)
     for at, op in enumerate(step.ops):
         placed = step.placed.get(at, ())
+        role, value = ir.info(op.node).role, ir.info(op.node).value
+        host = isinstance(value, ir.Value) and value.host
         for number, buffer in enumerate(outputs[at]):
             if buffer is None or buffer.allocated != at or not buffer.size or number in placed:
                 continue
-            value = ir.info(op.node).value
-            if isinstance(value, ir.Value) and value.host:
-                if is_stored(op.node):
-                    on_host.setdefault("activations", []).extend([(at, buffer.size), (buffer.last + 1, -buffer.size)])
-                else:
-                    on_host.setdefault("parameters" if op.kind == INPUT else "gradients", []).append((at, buffer.size))
-                if op.kind == INPUT:
-                    on_host.setdefault("optimizer", []).append((at, int(buffer.size * optimizer_copies)))
-                continue
-            if op.kind == INPUT:
-                role = ir.info(op.node).role
-                if role is not None and role.kind == TRANSFER:
-                    end = kernel_of.get(buffer.last, (buffer.last,))[-1]
-                    hold(_owner(False, False, True, False, buffer, phases), buffer.size, at, end, at)
-                elif role is not None and role.kind == "param":
-                    hold("parameters", buffer.size, 0, whole_step, at)
-                    hold("optimizer", int(buffer.size * optimizer_copies), 0, whole_step, at)
-                else:
-                    hold("inputs", buffer.size, 0, whole_step, at)
-                continue
-            mine = kernel_of.get(at, (at,))
-            if at in kernel_of and id(buffer) not in until and is_inner(buffer, set(mine), step_outputs):
-                continue
-            end = whole_step if id(buffer) in lasting else kernel_of.get(buffer.last, (buffer.last,))[-1]
-            end = max(end, until.get(id(buffer), 0))
-            hold(
-                _owner(op.gathered, id(buffer) in grads, op.kind == START, is_loaded(op.node), buffer, phases),
-                buffer.size,
-                mine[0],
-                end,
-                at,
-                number,
-            )
-    samples = _samples(changes, whole_step)
-    peak = max(samples, key=lambda sample: (sample.total, -sample.at))
-    tensors_at_peak = tuple(
-        _peak_tensor(step, owner, size, by, number)
-        for owner, size, start, end, by, number in holds
-        if start <= peak.at <= end
-    )
-    peak_op = ir.info(step.ops[min(peak.at, whole_step - 1)].node).name
-    host = tuple((owner, max(accumulate(change for _, change in sorted(on_host[owner])))) for owner in sorted(on_host))
-    return Memory(samples, peak, peak_op, host, tensors_at_peak)
+            size, last = buffer.size, kernel_of.get(buffer.last, (buffer.last,))[-1]
+            if op.kind == INPUT and (host or (role is not None and role.kind == "param")):
+                yield _Hold("parameters", size, 0, whole_step, at, host=host)
+                yield _Hold("optimizer", int(size * optimizer_copies), 0, whole_step, at, host=host)
+            elif host and is_stored(op.node):
+                yield _Hold("activations", size, at, buffer.last, at, host=True)
+            elif host:
+                yield _Hold("gradients", size, at, whole_step, at, host=True)
+            elif op.kind == INPUT and role is not None and role.kind == TRANSFER:
+                yield _Hold(_owner(op, buffer, phases, grads), size, at, last, at)
+            elif op.kind == INPUT:
+                yield _Hold("inputs", size, 0, whole_step, at)
+            else:
+                mine = kernel_of.get(at, (at,))
+                if at in kernel_of and id(buffer) not in until and is_inner(buffer, set(mine), step_outputs):
+                    continue
+                end = max(whole_step if id(buffer) in lasting else last, until.get(id(buffer), 0))
+                yield _Hold(_owner(op, buffer, phases, grads), size, mine[0], end, at, number)
 
 
 def run_end(step: Sequence, at: int) -> int:
@@ -182,19 +187,19 @@ def run_end(step: Sequence, at: int) -> int:
     return (step.begins[after] if after < len(step.begins) else len(step.ops)) - 1
 
 
-def _peak_tensor(step: Sequence, owner: str, size: int, at: int, number: int) -> PeakTensor:
-    """Return a `PeakTensor` of ``size`` bytes for ``owner``: for result ``number`` of the op at ``at``, or for the
-    arena if ``at`` is -1.
+def _peak_tensor(step: Sequence, hold: _Hold) -> PeakTensor:
+    """Return ``hold`` as a `PeakTensor`, with the name and source line of the tensor; of one result of a bucketed
+    collective, those of the node that takes it out.
     """
-    if at < 0:
-        return PeakTensor(owner, size, "arena of collectives' results", "", "")
-    node = step.ops[at].node
-    items = (user for user in node.users if user.target is getitem and user.args[1] == number)
+    if hold.at < 0:
+        return PeakTensor(hold.owner, hold.size, "arena of collectives' results", "", "")
+    node = step.ops[hold.at].node
+    items = (user for user in node.users if user.target is getitem and user.args[1] == hold.number)
     node = next(items, node)
     record = ir.info(node)
     param = record.role is not None and record.role.kind == "param"
     module = record.name.rpartition(".")[0] if param else record.origin.module
-    return PeakTensor(owner, size, record.name, module, record.origin.source or _first_use(node))
+    return PeakTensor(hold.owner, hold.size, record.name, module, record.origin.source or _first_use(node))
 
 
 _NEAR = 64  # most nodes behind a value that are searched for a source line
@@ -218,33 +223,34 @@ def _first_use(node: fx.Node) -> str:
     return ""
 
 
-def _owner(gathered: bool, grad: bool, communicated: bool, loaded: bool, buffer: Buffer, phases: list[str]) -> str:
-    """Return the owner (one of `OWNERS`, such as "activations") under which a buffer that an op allocates is counted.
+def _owner(op: Op, buffer: Buffer, phases: list[str], grads: Set[int]) -> str:
+    """Return the owner (one of `OWNERS`, such as "activations") under which a buffer that ``op`` allocates is counted.
 
     Args:
-        gathered: its value is an unsharded parameter.
-        grad: its value is a gradient that leaves the step.
-        communicated: it is the result of a collective or move.
-        loaded: it is a saved value that was moved back to the device.
         phases: phase of each op.
+        grads: ids of the buffers that hold gradients which leave the step.
     """
-    if gathered:
+    if op.gathered:
         return "gathered"
-    if grad:
+    if id(buffer) in grads:
         return "gradients"
-    if loaded or (phases[buffer.allocated] == "forward" and phases[buffer.last] == "backward"):
+    if is_loaded(op.node) or (phases[buffer.allocated] == "forward" and phases[buffer.last] == "backward"):
         return "activations"
-    return "communication" if communicated else "temporaries"
+    return "communication" if op.kind in (START, INPUT) else "temporaries"
 
 
-def _samples(changes: Mapping[int, Mapping[str, int]], end: int) -> tuple[Sample, ...]:
-    """Return the memory in use by owner, at each op (up to position ``end``) where it changes. ``changes`` maps
-    position -> owner -> bytes added.
-    """
+def _changes(holds: Seq[_Hold]) -> list[tuple[int, str, int]]:
+    """Return (position, owner, change in bytes) of each allocation and each release, in order."""
+    allocated = [(hold.start, hold.owner, hold.size) for hold in holds]
+    return sorted([*allocated, *((hold.end + 1, hold.owner, -hold.size) for hold in holds)])
+
+
+def _samples(holds: Seq[_Hold], end: int) -> tuple[Sample, ...]:
+    """Return the memory in use by owner, at each position up to ``end`` where it changes."""
     sizes = dict.fromkeys(OWNERS, 0)
     out = []
-    for at in sorted(changes):
-        for owner, change in changes[at].items():
+    for at, changes in groupby(_changes(holds), itemgetter(0)):
+        for _, owner, change in changes:
             sizes[owner] += change
         if at <= end:
             out.append(Sample(at, tuple(sizes.values())))
