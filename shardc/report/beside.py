@@ -4,7 +4,7 @@ differ, as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from shardc.report.export import Change, compare, record
@@ -14,6 +14,11 @@ from shardc.report.units import duration, operations, percent, size
 
 HEAD = ("number", "before", "after", "change")
 ANSWERS = {"seconds": "step", "exposed": "exposed", "memory": "memory"}  # the metrics of the first line
+# Metric -> function that writes its value with a unit.
+UNITS: dict[str, Callable[[float], str]] = {
+    "seconds": duration, "compute_seconds": duration, "exposed": duration, "wire": size, "memory": size, "mfu": percent,
+    "flops": operations,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,14 +116,7 @@ def answer(changes: Sequence[Change]) -> str:
 
 def _written(metric: str, value: float) -> str:
     """Return ``value``, a number of a schedule, as text in the unit of ``metric``."""
-    kind = metric.partition(".")[0]
-    if kind in ("seconds", "compute_seconds", "exposed"):
-        return duration(value)
-    if kind in ("wire", "memory"):
-        return size(value)
-    if kind == "mfu":
-        return percent(value)
-    return operations(value).strip() if kind == "flops" else f"{value:,.0f}"
+    return UNITS.get(metric.partition(".")[0], "{:,.0f}".format)(value).strip()
 
 
 def _relative(change: Change) -> str:

@@ -151,7 +151,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     _same_form(first, validation, f"{program.mesh} at {_point_text(validation_point, has)}")
     verify(costs, validation.schedule, validation_point)
     for axis in program.mesh.axes:
-        _verify_axis(costs, axis, first, sample, (batch, sequence))
+        _verify_axis(costs, axis, first, sample)
     return costs
 
 
@@ -177,16 +177,13 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
             )
 
 
-def _verify_axis(
-    costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample], at: tuple[int, int]
-) -> None:
+def _verify_axis(costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample]) -> None:
     """Check the formulas against a capture with another size of ``axis``. Of a few sizes, the first is used at which
     the program has the same collectives.
 
     Args:
         first: the sample of the program itself.
         sample: maps (mesh, (batch, sequence)) to the sample there.
-        at: batch and sequence of ``first``.
 
     Raises:
         PlanError: a number differs, or the program has other collectives at every size that is tried.
@@ -198,7 +195,8 @@ def _verify_axis(
     problems = []
     for other in others:
         mesh = Mesh({a: other if a == axis else costs.mesh.size(a) for a in costs.mesh.axes})
-        sizes = (at[0] * max(other // size, 1), at[1] * (max(other // size, 1) if at[1] > 1 else 1))
+        times = max(other // size, 1)
+        sizes = costs.batch * times, costs.sequence * (times if costs.sequence > 1 else 1)
         try:
             other_sample = sample(mesh, sizes)
             _same_form(first, other_sample, str(mesh))

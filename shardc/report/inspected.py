@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -93,16 +93,13 @@ class InspectedProgram(Program):
         shown: Any = self.shown
         described, mesh = self._priced(hardware), _whole_mesh(shown)
         predicted = self._predicted(described, order, optimizer_copies, skew)
-        uncut = _Uncut(shown) if stage == "localize" else None
+        # A graph that runs several times is one object in all of its runs.
+        graph = cache(partial(_unscheduled, shown)) if stage == "localize" else (lambda half: half)
         if shown.stage_ranks:
-            axis, graph = shown.bound.pp.entry.axis, uncut or (lambda half: half)
-            return predict(shown, Parts(mesh, axis, described, predicted, graph, optimizer_copies))
-        if uncut is not None and shown.microbatches == 1:
-            step = of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives)
-        else:
-            halves = _step_of(shown)
-            step = of_halves(halves if uncut is None else map(uncut, halves), shown.levels)
-        return predicted(step)
+            return predict(shown, Parts(mesh, shown.bound.pp.entry.axis, described, predicted, graph, optimizer_copies))
+        if stage == "localize" and shown.microbatches == 1:
+            return predicted(of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives))
+        return predicted(of_halves(map(graph, _step_of(shown)), shown.levels))
 
     def first_and_last(self, hardware: Hardware) -> tuple[Schedule, list[Half]]:
         """Return (prediction, graphs) of a shortened step, which runs only the first and the last of its
@@ -237,19 +234,11 @@ def _of_microbatches(program: Executable) -> tuple[str, ...]:
     )
 
 
-class _Uncut:
-    """Maps a graph of a step in microbatches to its state before bucketing and scheduling."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._halves: dict[Half, Half] = {}
-
-    def __call__(self, half: Half) -> Half:
-        if half not in self._halves:
-            gm = self.program.cut.graph(half.phase)
-            assert gm is not None
-            self._halves[half] = Half(half.phase, gm, half.mesh)
-        return self._halves[half]
+def _unscheduled(program: Program, half: Half) -> Half:
+    """Return the graph of a step in microbatches that became ``half``, as it was before bucketing and scheduling."""
+    gm = program.cut.graph(half.phase)
+    assert gm is not None
+    return Half(half.phase, gm, half.mesh)
 
 
 def _tokens(captured: fx.Graph) -> int:

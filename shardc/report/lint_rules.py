@@ -66,8 +66,8 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
     its ops.
     """
     result: list[Copy] = []
-    feeds_collective = _reached(graph, backward=True)
-    follows_wait = _reached(graph, backward=False)
+    feeds_collective = _touching(reversed(graph.nodes), lambda n: n.users, lambda n: collective_kind(n) is not None)
+    follows_wait = _touching(graph.nodes, lambda n: n.all_input_nodes, lambda n: n.target is WAIT)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -81,12 +81,9 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
 
 def table(copied: list[Copy]) -> str:
     """Return the copies as a text table: count and bytes for each reason, and in total."""
-    rows: dict[str, tuple[int, int]] = {}
-    for copy in copied:
-        count, size = rows.get(copy.reason, (0, 0))
-        rows[copy.reason] = count + 1, size + copy.bytes
-    lines = [f"{reason}: x{count} {size} B/rank" for reason, (count, size) in sorted(rows.items())]
-    return "\n".join([*lines, f"copies: x{len(copied)} {sum(copy.bytes for copy in copied)} B/rank"]) + "\n"
+    by_reason = sorted(grouped(copied, lambda copy: copy.reason).items())
+    rows = [*by_reason, ("copies", copied)]
+    return "".join(f"{name}: x{len(of)} {sum(copy.bytes for copy in of)} B/rank\n" for name, of in rows)
 
 
 def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
@@ -122,17 +119,18 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
         yield items.get(at, ir.info(node).name), x
 
 
-def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the copies and views that touch a collective, directly or through other copies and views: in front of it
-    if ``backward``, else behind it.
+def _touching(
+    nodes: Iterable[fx.Node],
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    communicates: Callable[[fx.Node], bool],
+) -> set[fx.Node]:
+    """Return the copies and views among ``nodes`` that have a neighbour which ``communicates``, directly or through
+    other copies and views. ``nodes`` are in an order in which neighbours come first.
     """
-    nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
-    next_to: Callable[[fx.Node], Iterable[fx.Node]] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()
     for node in nodes:
-        if node.op != "call_function" or not (node.target in COPIES or aliased(node) is not None):
-            continue
-        if any(neighbour in out or _ends(neighbour, backward) for neighbour in next_to(node)):
+        moves = node.op == "call_function" and (node.target in COPIES or aliased(node) is not None)
+        if moves and any(neighbour in out or communicates(neighbour) for neighbour in neighbours(node)):
             out.add(node)
     return out
 
@@ -143,11 +141,6 @@ def _is_view(node: fx.Node) -> bool:
     """
     storages = [x.untyped_storage()._cdata for x in (node.meta["val"], node.all_input_nodes[0].meta["val"])]
     return storages[0] == storages[1]
-
-
-def _ends(node: fx.Node, backward: bool) -> bool:
-    """Return whether ``node`` starts a collective (``backward``), or waits for one (otherwise)."""
-    return collective_kind(node) is not None if backward else node.target is WAIT
 
 
 def _tensors(val: object) -> list[Tensor]:

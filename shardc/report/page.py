@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from html import escape
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from shardc.cost.step_sequence import Sequence
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
@@ -55,7 +55,8 @@ def page(
 def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step | None = None) -> dict[str, object]:
     """Return the data of the page, in microseconds and bytes; ops are numbered by their position in the step."""
     words: dict[str, int] = {}
-    places = _Places(schedule.step)
+    # A parameter that is gathered twice has two positions.
+    positions = grouped(range(len(schedule.step.ops)), lambda at: ir.info(schedule.step.ops[at].node).name)
     by_position = zip(schedule.step.starts, schedule.transfers, strict=True)
     return {
         "title": schedule.title,
@@ -83,7 +84,7 @@ def record(schedule: Prediction, findings: Iterable[Finding] = (), beside: Step 
             }
             for f in merged(findings)
         ],
-        "collectives": [_collective(c, at, places) for at, c in by_position],
+        "collectives": [_collective(c, at, positions) for at, c in by_position],
         "totals": {
             by: [
                 {"key": key, "count": t.count, "wire": t.wire, "us": _us(t.seconds), "exposed": _us(t.exposed)}
@@ -106,42 +107,12 @@ def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
     the largest and the last state.
     """
     out: list[tuple[float, tuple[int, ...]]] = []
-    moment: list[tuple[int, ...]] = []
-    now = 0.0
-
-    def close() -> None:
-        """Append the largest and the last sample (time, bytes by owner) of the current time to the samples shown."""
-        most = max(moment, key=sum)
-        out.extend((now, sizes) for sizes in dict.fromkeys((most, moment[-1])))
-
-    for sample in schedule.memory.samples:
-        seconds = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
-        if moment and seconds != now:
-            close()
-            moment.clear()
-        now = seconds
-        moment.append(sample.sizes)
-    if moment:
-        close()
-        if now < schedule.seconds:
-            out.append((schedule.seconds, moment[-1]))
+    for seconds, samples in groupby(schedule.memory.samples, lambda sample: schedule.reached(sample.at)):
+        sizes = [sample.sizes for sample in samples]
+        out += [(seconds, shown) for shown in dict.fromkeys((max(sizes, key=sum), sizes[-1]))]
+    if out and out[-1][0] < schedule.seconds:
+        out.append((schedule.seconds, out[-1][1]))
     return out
-
-
-class _Places:
-    """Positions of a step's ops by name. A parameter that is gathered twice has two positions."""
-
-    def __init__(self, step: Sequence) -> None:
-        self._at: dict[str, list[int]] = {}
-        for at, op in enumerate(step.ops):
-            self._at.setdefault(ir.info(op.node).name, []).append(at)
-
-    def near(self, name: str, at: int) -> list[int]:
-        """Return the position of the op ``name`` at or next after position ``at``, else its last one before, as a list
-        of one; [] if the step has no such op.
-        """
-        positions = self._at.get(name, [])
-        return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]
 
 
 def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
@@ -158,18 +129,27 @@ def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[object]:
     return [text, op.kind, op.phase, *word_ids, op.reads, _us(schedule.clock[at])]
 
 
-def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, object]:
+def _nearest(positions: list[int], at: int) -> int:
+    """Return the first of ``positions``, which ascend, at or behind position ``at``; the last if all are before it."""
+    return positions[min(bisect_left(positions, at), len(positions) - 1)]
+
+
+def _collective(c: Collective, at: int, positions: Mapping[str, list[int]]) -> Mapping[str, object]:
     """Return the row of a collective for the page's table: column -> value. ``from`` lists the positions of the ops
     that cause it.
+
+    Args:
+        at: the collective's position in the step.
+        positions: name of an op -> its positions in the step.
     """
-    causes = [*c.cause.tensors, c.cause.consumer]
-    positions = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
+    names = [name for name in (*c.cause.tensors, c.cause.consumer) if name in positions]
+    causes = dict.fromkeys(_nearest(positions[name], at) for name in names)
     return {
         "op": at, "kind": c.kind, "axis": c.axis, "ranks": c.ranks, "dtype": c.dtype, "bytes": c.bytes, "wire": c.wire,
         "phase": c.phase, "start": _us(c.start), "end": _us(c.end), "exposed": _us(c.exposed), "hidden_by": c.hidden_by,
         "algorithm": c.algorithm, "link": c.link, "tensor": c.cause.tensor, "tensors": c.cause.tensors,
         "module": c.cause.module, "source": c.cause.source, "entry": c.cause.entry, "reason": c.cause.reason,
-        "from": list(positions),
+        "from": [cause for cause in causes if cause != at],
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from shardc.cost.compute import Buffer, buffers
 from shardc.cost.hardware import Hardware, price, route
@@ -162,10 +163,8 @@ class Played:
         halves = list(dict.fromkeys(runs))
         step = of_runs([(self.parts.graph(half), 0) for half in halves], self.program.levels)
         schedule = self.parts.build(step, {})
-        ends = [*(schedule.clock[at] if at < len(step.ops) else schedule.seconds for at in step.begins[1:])]
-        start = 0.0
-        for half, end in zip(halves, [*ends, schedule.seconds], strict=True):
-            self.seconds[half], start = end - start, end
+        starts = [schedule.reached(at) for at in (*step.begins, len(step.ops))]
+        self.seconds |= {half: end - start for half, (start, end) in zip(halves, pairwise(starts), strict=True)}
         for at, transfer in zip(step.starts, schedule.transfers, strict=True):
             half = halves[sum(begin <= at for begin in step.begins) - 1]
             self.exposed[half] = self.exposed.get(half, 0.0) + transfer.exposed
@@ -203,8 +202,7 @@ class Played:
                     for at in range(flow.schedule.microbatches)
                 }
                 played = clock(flow.schedule, lambda *_: 0.0, partial(self._transfer, flow=flow), begins, seconds)
-                ends = [row[-1][2] if row else begins[at] for at, row in enumerate(_without_sends(played))]
-                begins = self._exchanged(ends, flow.behind)
+                begins = self._exchanged(_ends(played, begins), flow.behind)
         return begins
 
     def _play(self) -> None:
@@ -224,9 +222,7 @@ class Played:
         }
         # A stage may have no graph for a part of its backward.
         played = clock(flow.schedule, lambda kind, stage: 0.0, self._transfer, begins, seconds)
-        ends = self._exchanged(
-            [row[-1][2] if row else begins[at] for at, row in enumerate(_without_sends(played))], flow.behind
-        )
+        ends = self._exchanged(_ends(played, begins), flow.behind)
         closed = [end + sum(self.seconds[x.half] for x in last) for end, (_, _, last) in zip(ends, lists, strict=True)]
         step = max(self._exchanged(closed, flow.last), default=0.0)
         once = tuple(
@@ -318,11 +314,12 @@ class Played:
         )  # fmt: skip
 
 
-def _without_sends(timeline: Timeline) -> list[list[tuple[object, float, float]]]:
-    """Return the spans of each rank in a timeline (action, start, end) without its sends, for which a rank does not
-    wait.
+def _ends(timeline: Timeline, begins: list[float]) -> list[float]:
+    """Return the seconds at which each rank ends its last action in ``timeline``, or ``begins`` it if it has none.
+    Sends do not count: a rank goes on while its message is on the way.
     """
-    return [[x for x in row if x[0].kind not in SENDS] for row in timeline.spans]
+    rows = [[end for action, _, end in row if action.kind not in SENDS] for row in timeline.spans]
+    return [row[-1] if row else begin for row, begin in zip(rows, begins, strict=True)]
 
 
 def _is_listed(half: Half) -> bool:

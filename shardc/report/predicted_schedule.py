@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.cost.causes import Explainer
 from shardc.cost.compute import Kernel, buffers, kernels
-from shardc.cost.hardware import Hardware, Price, price, route
+from shardc.cost.hardware import Hardware, price, route
 from shardc.cost.step_sequence import START, Sequence
 from shardc.custom_ops.expert_ops import RUN, RUN_GRADIENT
 from shardc.errors import PlanError
@@ -26,12 +26,12 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import Packing, rows_of
 from shardc.ir.comm import SEND_ROWS, is_ring, move_kind
 from shardc.ir.gc_control import uncollected
-from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.mesh import Mesh
 from shardc.report import export, page, schedule_text
 from shardc.report.beside import Step
 from shardc.report.findings import Finding
 from shardc.report.predicted_memory import memory_of
-from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, simulate
+from shardc.report.prediction import HOST, ORDERS, Collective, Prediction, Run, Span, Timeline, Transfer, simulate
 
 if TYPE_CHECKING:
     from shardc.report.formulas import Cost, Costs
@@ -140,55 +140,19 @@ def build(
         raise PlanError(f"unknown order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
     outputs = buffers(step)
     work = {at: _loaded(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, outputs).items()}
-    moved = {at: _moved(op.node, mesh, skew) for at, op in enumerate(step.ops) if op.kind == START}
-    prices = {at: _price(hardware, mesh, m) for at, m in moved.items()}
-
-    times = simulate(
-        step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
-        {at: _streams(m) for at, m in moved.items()}, {at: p.seconds for at, p in prices.items()}, order,
-        {at: 0.0 if m.axes == (HOST,) else hardware.start_seconds(m.messages) for at, m in moved.items()},
-        hardware.share, begins,
-    )  # fmt: skip
+    transfers = {at: _transfer(op.node, mesh, hardware, skew) for at, op in enumerate(step.ops) if op.kind == START}
+    times = simulate(step, work, transfers, hardware, order, begins)
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
     by_dtype: dict[torch.dtype, int] = {}
     for run in runs:
         by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
     return Schedule(
-        mesh, hardware, order, _rows(step, moved, prices, times, runs, Explainer(step, causes or {}, entries)), runs,
+        mesh, hardware, order, _rows(step, transfers, times, runs, Explainer(step, causes or {}, entries)), runs,
         memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, tokens, notes,
         symbols, model, plan,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """The transfer of a collective or host copy, before its price is known: kind, axes, ranks, dtype, bytes, wire bytes
-    and number of messages.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    ranks: int
-    dtype: str
-    bytes: int
-    wire: int
-    messages: int
-
-
-def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
-    """Return the `Price` of a transfer: its seconds, and the algorithm and link that these assume."""
-    if moved.axes == (HOST,):
-        return hardware.move(moved.wire)
-    return price(hardware, moved.kind, route(mesh, moved.axes, hardware.node), moved.wire)
-
-
-def _streams(moved: _Moved) -> tuple[str, ...]:
-    """Return the resources that a transfer occupies: mesh axes, or for a host copy one direction between host and
-    device.
-    """
-    return (moved.kind,) if moved.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in moved.axes))
 
 
 def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
@@ -215,29 +179,30 @@ def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return (f"rows of experts that are saved have room for {room:,} B; at an even load they fill {used:,} B",)
 
 
-def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
-    """Return the `_Moved` of a collective or host copy: its kind, axes, ranks, dtype, bytes and messages."""
+def _transfer(node: fx.Node, mesh: Mesh, hardware: Hardware, skew: float) -> Transfer:
+    """Return the `Transfer` of a collective or host copy ``node``. ``skew`` multiplies the rows of experts that it
+    sends.
+    """
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))
-        return _Moved(copy, (HOST,), 1, name, value.nbytes, value.nbytes, 0)
+        return Transfer(copy, (HOST,), 1, name, value.nbytes, value.nbytes, hardware.move(value.nbytes), 0.0)
     kind = comm_volume.collective_kind(node)
     axes, ranks = comm_volume.group_of(node, mesh)
     assert kind is not None, f"{node} is no collective"
     values = [ir.value(x) for x in comm_volume.sent_tensors(node)]
     rows = rows_of(node, ranks)
-    return _Moved(
-        kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
-        sum(v.nbytes for v in values),
-        round(comm_volume.wire_bytes(node, kind, ranks) * (skew if node.target is SEND_ROWS else 1)),
-        0 if is_ring(kind, ranks) else Packing.of(rows).messages(len(rows)) * (ranks - 1),
+    wire = round(comm_volume.wire_bytes(node, kind, ranks) * (skew if node.target is SEND_ROWS else 1))
+    messages = 0 if is_ring(kind, ranks) else Packing.of(rows).messages(len(rows)) * (ranks - 1)
+    return Transfer(
+        kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)), sum(v.nbytes for v in values),
+        wire, price(hardware, kind, route(mesh, axes, hardware.node), wire), hardware.start_seconds(messages),
     )  # fmt: skip
 
 
 def _rows(
     step: Sequence,
-    moved: Mapping[int, _Moved],
-    prices: Mapping[int, Price],
+    transfers: Mapping[int, Transfer],
     times: Timeline,
     runs: tuple[Run, ...],
     explain: Explainer,
@@ -245,8 +210,7 @@ def _rows(
     """Return the collectives and host copies of a step with their predicted times and causes.
 
     Args:
-        moved: position of a start -> its transfer.
-        prices: position of a start -> its price.
+        transfers: position of a start -> its transfer.
         times: the simulated times.
         runs: the kernels in order.
         explain: finds the causes.
@@ -254,11 +218,11 @@ def _rows(
     starts = [run.start for run in runs]
     return tuple(
         Collective(
-            ir.info(step.ops[at].node).name, m.kind, ",".join(m.axes), m.ranks, m.dtype, m.bytes, m.wire,
+            ir.info(step.ops[at].node).name, x.kind, ",".join(x.axes), x.ranks, x.dtype, x.bytes, x.wire,
             step.ops[at].phase, times.collectives[at].start, times.collectives[at].end, times.collectives[at].exposed,
-            _hides(times.collectives[at], runs, starts), explain.cause(at), prices[at].algorithm, prices[at].link,
+            _hides(times.collectives[at], runs, starts), explain.cause(at), x.price.algorithm, x.price.link,
         )
-        for at, m in moved.items()
+        for at, x in transfers.items()
     )  # fmt: skip
 
 

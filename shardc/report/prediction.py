@@ -15,6 +15,7 @@ is busy at the start, and concurrent kernels lose that share of the transfer tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -24,10 +25,10 @@ import torch
 
 from shardc.cost.causes import Cause
 from shardc.cost.compute import Kernel
-from shardc.cost.hardware import Hardware
+from shardc.cost.hardware import Hardware, Price
 from shardc.cost.step_sequence import INPUT, START, WAIT, Sequence
 from shardc.ir import graph as ir
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.report.predicted_memory import Memory
 
 if TYPE_CHECKING:
@@ -65,15 +66,41 @@ class Timeline:
     seconds: float
 
 
+HOST = "host"  # stands for the mesh axes in copies between host and device
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective or a copy between host and device, before its times are known.
+
+    Args:
+        kind, ranks, dtype, bytes, wire: as in `Collective`.
+        axes: the mesh axes of its group, or parts of them; ("host",) for a copy.
+        price: its duration, with the algorithm and the link that this assumes.
+        busy: seconds that the rank is busy starting it, which count as exposed.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    dtype: str
+    bytes: int
+    wire: int
+    price: Price
+    busy: float
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Return what it occupies: mesh axes, or for a host copy one direction between host and device."""
+        return (self.kind,) if self.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in self.axes))
+
+
 def simulate(
     step: Sequence,
     kernels: Mapping[int, Kernel],
-    kernel_seconds: Callable[[Kernel], float],
-    streams: Mapping[int, tuple[str, ...]],
-    wire_seconds: Mapping[int, float],
+    transfers: Mapping[int, Transfer],
+    hardware: Hardware,
     order: str,
-    start_seconds: Mapping[int, float] | None = None,
-    share: float = 0.0,
     begins: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Return the times of a step, simulated op by op: when each kernel and collective starts and ends, and how long the
@@ -82,12 +109,9 @@ def simulate(
     Args:
         step: the ops of the step.
         kernels: position of the last op -> kernel.
-        kernel_seconds: returns the duration of a kernel.
-        streams: position of a collective -> the mesh axes that it occupies.
-        wire_seconds: position of a collective -> its duration.
+        transfers: position of a collective or host copy -> what it moves, and its price.
+        hardware: the target of the prediction.
         order: "graph" or "earliest".
-        start_seconds: position of a collective -> seconds that the rank is busy starting it, which count as exposed.
-        share: share of the transfer time that concurrent kernels lose; below 1.
         begins: position of an op -> seconds before which it does not run.
     """
     eager = order == "earliest"
@@ -120,22 +144,22 @@ def simulate(
         if op.kind == START:
             inputs_ready = ready[latest] if latest is not None else 0.0
             start = max(inputs_ready, began[op.phase]) if eager else clock
-            busy = start_seconds[at] if start_seconds is not None else 0.0
-            clock += busy
-            start = max([start + busy, *(free.get(axis, 0.0) for axis in streams[at])])
-            spans[at] = Span(start, start + wire_seconds[at], busy)
-            free.update(dict.fromkeys(streams[at], spans[at].end))
+            transfer = transfers[at]
+            clock += transfer.busy
+            start = max([start + transfer.busy, *(free.get(axis, 0.0) for axis in transfer.streams)])
+            spans[at] = Span(start, start + transfer.price.seconds, transfer.busy)
+            free.update(dict.fromkeys(transfer.streams, spans[at].end))
             ready[at], owed[at] = spans[at].end, at
             continue
         if at in member:
             for read in op.reads:
                 stall(read)
             if at in kernels:
-                begin = clock
-                sending = max([0.0, *(end - clock for end in free.values())])
-                clock += beside(kernel_seconds(kernels[at]), sending, share)
+                begin, kernel = clock, kernels[at]
+                alone = hardware.compute_seconds(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
+                clock += beside(alone, max([0.0, *(end - clock for end in free.values())]), hardware.share)
                 runs[at] = Span(begin, clock)
-                for inner in kernels[at].ops:
+                for inner in kernel.ops:
                     ready[inner] = clock
             continue
         if latest is not None:
@@ -164,7 +188,6 @@ def beside(seconds: float, sending: float, share: float) -> float:
 
 T = TypeVar("T")
 K = TypeVar("K")
-HOST = "host"  # stands for the mesh axes in copies between host and device
 
 
 @dataclass(frozen=True)
@@ -238,6 +261,12 @@ class Total:
     wire: int
     seconds: float
     exposed: float
+
+    @staticmethod
+    def of(transfers: Seq[Collective]) -> Total:
+        """Return the sums over ``transfers``."""
+        sums = (sum(c.wire for c in transfers), sum(c.seconds for c in transfers), sum(c.exposed for c in transfers))
+        return Total(len(transfers), *sums)
 
 
 @dataclass(frozen=True)
@@ -344,6 +373,10 @@ class Prediction:
         """Return the part of ``optimizer_seconds`` that the update of parameters on the host takes."""
         return self.hardware.update_seconds(_updated(dict(self.memory.host)), host=True)
 
+    def reached(self, at: int) -> float:
+        """Return the seconds at which the op at position ``at`` is reached; the end of the step behind its last op."""
+        return self.clock[at] if at < len(self.clock) else self.seconds
+
     def stage_of(self, transfer: Collective) -> int | None:
         """Return the pipeline stage of a collective, if the rank has several; else None."""
         return None
@@ -364,10 +397,7 @@ class Prediction:
         "kind", "module", "tensor", "phase" or "entry".
         """
         groups = grouped(self.transfers, attrgetter(f"cause.{by}" if by in ("module", "tensor", "entry") else by))
-        totals = {
-            key: Total(len(of), sum(c.wire for c in of), sum(c.seconds for c in of), sum(c.exposed for c in of))
-            for key, of in groups.items()
-        }
+        totals = {key: Total.of(transfers) for key, transfers in groups.items()}
         return dict(sorted(totals.items(), key=lambda item: (-item[1].exposed, -item[1].wire, item[0])))
 
     def fits(self, gigabytes: float | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from shardc.cost.compute import layers_of
@@ -33,9 +34,16 @@ def table(schedule: Prediction, rows: int | None) -> str:
     Args:
         rows: largest number of rows of the table of collectives; None for no limit.
     """
+    return document(schedule, answer(schedule), of_rank(schedule, rows))
+
+
+def document(schedule: Prediction, first: Seq[str], parts: Iterable[str]) -> str:
+    """Return a report as text: a title, the lines ``first``, the notes of the prediction, and the ``parts`` that are
+    not empty, each behind an empty line.
+    """
     title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
-    first = "\n".join([f"{title}, {schedule.order} order", *answer(schedule), *schedule.notes])
-    return "\n\n".join(filter(None, [first, *of_rank(schedule, rows)])) + "\n"
+    head = "\n".join([f"{title}, {schedule.order} order", *first, *schedule.notes])
+    return "\n\n".join([head, *filter(None, parts)]) + "\n"
 
 
 def of_rank(schedule: Prediction, rows: int | None) -> list[str]:
@@ -90,9 +98,7 @@ def _phases(schedule: Prediction) -> str:
         kernels, moved = runs.get(phase, []), transfers.get(phase, [])
         if kernels or moved:
             seconds = duration(sum(run.seconds for run in kernels))
-            sent, wire = size(sum(c.wire for c in moved)), duration(sum(c.seconds for c in moved))
-            exposed = duration(sum(c.exposed for c in moved))
-            body.append((phase, str(len(kernels)), seconds, str(len(moved)), sent, wire, exposed))
+            body.append((phase, str(len(kernels)), seconds, *_cells(Total.of(moved))))
     optimizer = "optimizer, not in the step", "1", duration(schedule.optimizer_seconds), "-", "-", "-", "-"
     head = ("phase", "kernels", "compute", "collectives", "sent", "on the wire", "exposed")
     return aligned([*body, optimizer], head, left=("phase",))
@@ -117,9 +123,9 @@ def _kernels(schedule: Prediction) -> str:
     return aligned(body, head, left=("kernels",)) if body else ""
 
 
-def _group_key(c: Collective, stage: int | None = None) -> tuple[object, ...]:
-    """Return the key of the table row of a collective. Equal collectives of repeated layers have the same key."""
-    return c.kind, c.axis, c.dtype, c.wire, c.phase, stage, layers_of(c.cause.tensor), _cause(c)
+def _cells(total: Total) -> tuple[str, str, str, str]:
+    """Return the sums over some collectives as text: their number, bytes sent, time on the wire and exposed time."""
+    return str(total.count), size(total.wire), duration(total.seconds), duration(total.exposed)
 
 
 def _cause(c: Collective) -> str:
@@ -136,33 +142,30 @@ def _transfers(schedule: Prediction, rows: int | None) -> list[str]:
     Args:
         rows: largest number of rows of the table of collectives; None for no limit.
     """
-    causes = {
-        cause: sum((c.exposed for c in of), 0.0) for cause, of in grouped(schedule.transfers, _cause).items()
-    }  # fmt: skip
-    number = {cause: str(at + 1) for at, cause in enumerate(sorted(causes, key=lambda cause: (-causes[cause], cause)))}
-    groups = grouped(schedule.transfers, lambda c: _group_key(c, schedule.stage_of(c))).values()
-    ordered = sorted(groups, key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
+    causes = {cause: Total.of(of) for cause, of in grouped(schedule.transfers, _cause).items()}
+    ranked = sorted(causes, key=lambda cause: (-causes[cause].exposed, cause))
+    number = {cause: str(at) for at, cause in enumerate(ranked, 1)}
+
+    def row_key(c: Collective) -> tuple[object, ...]:
+        """Return the key of the row of a collective. Equal collectives of repeated layers have the same key."""
+        return c.kind, c.axis, c.dtype, c.wire, c.phase, schedule.stage_of(c), layers_of(c.cause.tensor), _cause(c)
+
+    groups = [(of[0], Total.of(of)) for of in grouped(schedule.transfers, row_key).values()]
+    ordered = sorted(groups, key=lambda group: (-group[1].exposed, -group[1].wire))
     body = []
-    for of in ordered if rows is None else ordered[:rows]:
-        c = of[0]
+    for c, total in ordered if rows is None else ordered[:rows]:
         over = c.axis if c.axis == HOST else f"{c.axis} ({c.ranks})"
-        tensor = layers_of(c.cause.tensor) if len(of) > 1 else c.cause.tensor
-        numbers = (str(len(of)), size(sum(x.wire for x in of)), duration(sum(x.seconds for x in of)))
-        exposed = duration(sum(x.exposed for x in of))
+        tensor = layers_of(c.cause.tensor) if total.count > 1 else c.cause.tensor
         stage = schedule.stage_of(c)
         phase = c.phase if stage is None else f"{c.phase}, stage {stage}"
-        body.append((c.kind, over, c.dtype, *numbers, exposed, phase, tensor, number[_cause(c)]))
+        body.append((c.kind, over, c.dtype, *_cells(total), phase, tensor, number[_cause(c)]))
     if not body:
         return []
     head = ("collective", "over (ranks)", "dtype", "count", "sent", "time", "exposed", "phase", "tensor", "why")
     text = aligned(body, head, left=("collective", "over (ranks)", "dtype", "phase", "tensor"), cut=("tensor",))
     if len(ordered) > len(body):
         text += f"\n... and {len(ordered) - len(body)} more rows; --rows 0 prints all"
-    entries = []
-    for cause in number:
-        of = [c for c in schedule.transfers if _cause(c) == cause]
-        sums = size(sum(c.wire for c in of)), duration(sum(c.seconds for c in of)), duration(causes[cause])
-        entries.append((number[cause], str(len(of)), *sums, cause))
+    entries = [(number[cause], *_cells(causes[cause]), cause) for cause in ranked]
     last = "plan entry, or the op that needs it"
     return [text, aligned(entries, ("why", "count", "sent", "time", "exposed", last), left=(last,), cut=(last,))]
 
@@ -171,9 +174,7 @@ def _totals(by: str, totals: dict[str, Total]) -> str:
     """Return the table of ``totals`` as text, with a row for each axis or each kind of collective, as ``by`` says; ""
     without totals.
     """
-    body = [
-        (key, str(t.count), size(t.wire), duration(t.seconds), duration(t.exposed)) for key, t in totals.items()
-    ]  # fmt: skip
+    body = [(key, *_cells(total)) for key, total in totals.items()]
     return aligned(body, (by, "count", "sent", "time", "exposed"), left=(by,)) if body else ""
 
 

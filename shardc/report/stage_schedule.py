@@ -119,26 +119,19 @@ def _table(schedule: PipelineSchedule, rows: int | None) -> str:
     """Return the predicted step with pipeline stages as text: duration, bubble and memory, a drawn timeline, tables of
     stages and ranks, and the tables of the shown rank.
     """
-    title = f"{f'{schedule.model}, ' if schedule.model else ''}mesh {schedule.mesh} on {schedule.hardware.name}"
-    _, *others = schedule_text.lines(schedule)
+    step = stage_timeline.answer(schedule.timeline, schedule.call)
+    _, *others = schedule_text.lines(schedule)  # without that of the step
     most = max(schedule.ranks, key=lambda rank: (rank.peak, -rank.rank))
-    where = f"of rank {most.rank}, in {most.peak_op}"
-    answer = [
-        *stage_timeline.answer(schedule.timeline, schedule.call),
-        *others,
-        schedule_text.memory_line(schedule, where),
-    ]
+    memory = schedule_text.memory_line(schedule, f"of rank {most.rank}, in {most.peak_op}")
     count = len(schedule.timeline.schedule.lists)
-    shown = f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:"
     parts = [
-        "\n".join([f"{title}, {schedule.order} order", *answer, *schedule.notes]),
         "\n".join(stage_timeline.rows(schedule.timeline, schedule_text.WIDTH)),
         _stages(schedule),
         _ranks(schedule),
-        shown,
+        f"rank {schedule.rank} of {schedule.axis} ({count}), the busiest, in all microbatches:",
         *schedule_text.of_rank(schedule, rows),
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return schedule_text.document(schedule, [*step, *others, memory], parts)
 
 
 def _stages(schedule: PipelineSchedule) -> str:

@@ -86,13 +86,11 @@ class Tiles:
     def __str__(self) -> str:
         rows, columns = self.grid
         cells = [[_ranks(sorted(row.ranks & column.ranks)) for column in columns] for row in rows]
-        if len(self.dims) < 2:
-            header = [str(column) for column in columns] if self.dims else ()
-            table = tabulate(cells, header, "grid", disable_numparse=True)
-        else:
-            header = [f"dim {self.dims[0]} \\ {self.dims[1]}", *map(str, columns)]
-            lines = [[str(row), *line] for row, line in zip(rows, cells, strict=True)]
-            table = tabulate(lines, header, "grid", disable_numparse=True)
+        header = [*map(str, columns)] if self.dims else []
+        if len(self.dims) == 2:
+            header = [f"dim {self.dims[0]} \\ {self.dims[1]}", *header]
+            cells = [[str(row), *line] for row, line in zip(rows, cells, strict=True)]
+        table = tabulate(cells, header, "grid", disable_numparse=True)
         return f"{self.title}; ranks that hold each part\n{table}"
 
     def figure(self) -> Figure:
