@@ -51,8 +51,6 @@ class Schedule(Prediction):
     @cached_property
     def costs(self) -> Costs:
         """Return the cost formulas of the program (`shardc.program.Program.costs`)."""
-        if self.symbols is None:
-            raise PlanError("this schedule belongs to no program", fix="take it from Program.schedule()")
         return self.symbols()
 
     def __repr__(self) -> str:
@@ -101,18 +99,18 @@ def build(
     mesh: Mesh,
     hardware: Hardware,
     *,
-    order: str = "graph",
-    causes: Mapping[str, str] | None = None,
-    entries: tuple[str, ...] = (),
-    useful_flops: float | None = None,
-    optimizer_copies: float = 2.0,
-    skew: float = 1.0,
-    tokens: int = 0,
-    notes: tuple[str, ...] = (),
-    symbols: Callable[[], Costs] | None = None,
-    model: str = "",
-    plan: str = "",
-    begins: Mapping[int, float] | None = None,
+    order: str,
+    causes: Mapping[str, str],
+    entries: tuple[str, ...],
+    useful_flops: float,
+    optimizer_copies: float,
+    skew: float,
+    tokens: int,
+    notes: tuple[str, ...],
+    symbols: Callable[[], Costs],
+    model: str,
+    plan: str,
+    begins: Mapping[int, float],
 ) -> Schedule:
     """Return the predicted schedule of one rank's step.
 
@@ -122,7 +120,7 @@ def build(
         order: "graph" (as the graph is ordered) or "earliest" (as early as dependences allow).
         causes: parameter -> the plan entries of its compute layout.
         entries: all plan entries, for collectives of which only the axes tell the entry.
-        useful_flops: operations of the model's dense ops per rank, without redundant ones; by default all of a rank.
+        useful_flops: operations of the model's dense ops per rank, without redundant ones.
         optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
         skew: rows of the most loaded expert rank, as a multiple of the mean.
         tokens: tokens of the global batch.
@@ -147,9 +145,8 @@ def build(
     for run in runs:
         by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
     return Schedule(
-        mesh, hardware, order, _rows(step, transfers, times, runs, Explainer(step, causes or {}, entries)), runs,
-        memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds,
-        float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
+        mesh, hardware, order, _rows(step, transfers, times, runs, Explainer(step, causes, entries)), runs,
+        memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds, useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, tokens, notes,
         symbols, model, plan,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def simulate(
     transfers: Mapping[int, Transfer],
     hardware: Hardware,
     order: str,
-    begins: Mapping[int, float] | None = None,
+    begins: Mapping[int, float],
 ) -> Timeline:
     """Return the times of a step, simulated op by op: when each kernel and collective starts and ends, and how long the
     rank waits.
@@ -115,60 +115,76 @@ def simulate(
         begins: position of an op -> seconds before which it does not run.
     """
     eager = order == "earliest"
-    clock = 0.0
+    rank = _Rank(len(step.ops))
     clocks: list[float] = []
-    free: dict[str, float] = {}
-    ready = [0.0] * len(step.ops)
-    owed: list[int | None] = [None] * len(step.ops)  # for each value, the pending collective that it comes from
-    spans: dict[int, Span] = {}
-    runs: dict[int, Span] = {}
-    began: dict[str, float] = {}
-
-    def stall(read: int) -> None:
-        """Advance the clock until the value at position ``read`` is ready."""
-        nonlocal clock
-        source = owed[read]
-        if ready[read] > clock:
-            if source is not None:
-                spans[source].exposed += ready[read] - clock
-            clock = ready[read]
-
-    member = {at: last for last, kernel in kernels.items() for at in kernel.ops}
+    began: dict[str, float] = {}  # phase -> seconds at which its first op is reached
+    member = {at for kernel in kernels.values() for at in kernel.ops}
     for at, op in enumerate(step.ops):
-        clock = max(clock, begins.get(at, 0.0)) if begins else clock
-        began.setdefault(op.phase, clock)
-        clocks.append(clock)
-        latest = max(op.reads, key=lambda read: ready[read], default=None)
-        if op.kind == INPUT:
-            continue
+        rank.clock = max(rank.clock, begins.get(at, 0.0))
+        began.setdefault(op.phase, rank.clock)
+        clocks.append(rank.clock)
+        latest = max(op.reads, key=lambda read: rank.ready[read], default=None)
         if op.kind == START:
-            inputs_ready = ready[latest] if latest is not None else 0.0
-            start = max(inputs_ready, began[op.phase]) if eager else clock
-            transfer = transfers[at]
-            clock += transfer.busy
-            start = max([start + transfer.busy, *(free.get(axis, 0.0) for axis in transfer.streams)])
-            spans[at] = Span(start, start + transfer.price.seconds, transfer.busy)
-            free.update(dict.fromkeys(transfer.streams, spans[at].end))
-            ready[at], owed[at] = spans[at].end, at
-            continue
-        if at in member:
+            inputs_ready = 0.0 if latest is None else rank.ready[latest]
+            rank.start(at, transfers[at], max(inputs_ready, began[op.phase]) if eager else rank.clock)
+        elif at in member:
             for read in op.reads:
-                stall(read)
-            if at in kernels:
-                begin, kernel = clock, kernels[at]
+                rank.wait(read)
+            if (kernel := kernels.get(at)) is not None:  # its last op
                 alone = hardware.compute_seconds(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
-                clock += beside(alone, max([0.0, *(end - clock for end in free.values())]), hardware.share)
-                runs[at] = Span(begin, clock)
-                for inner in kernel.ops:
-                    ready[inner] = clock
-            continue
-        if latest is not None:
-            ready[at], owed[at] = ready[latest], owed[latest]
+                rank.run(at, kernel, alone, hardware.share)
+        elif op.kind != INPUT and latest is not None:  # a view, or a wait
+            rank.ready[at], rank.owed[at] = rank.ready[latest], rank.owed[latest]
             if op.kind == WAIT and not eager:
-                stall(latest)
+                rank.wait(latest)
     for _, at in step.outputs:
-        stall(at)
-    return Timeline(runs, spans, tuple(clocks), clock)
+        rank.wait(at)
+    return Timeline(rank.kernels, rank.collectives, tuple(clocks), rank.clock)
+
+
+class _Rank:
+    """The rank that runs a simulated step.
+
+    Attributes:
+        clock: seconds that have passed for it.
+        ready: for each op of the step, the seconds at which its value is there.
+        owed: for each op of the step, the collective that its value comes from; None if it comes from none.
+        free: mesh axis or direction of host copies -> seconds at which its last transfer ends.
+        kernels, collectives: as in `Timeline`.
+    """
+
+    def __init__(self, ops: int) -> None:
+        self.clock = 0.0
+        self.ready = [0.0] * ops
+        self.owed: list[int | None] = [None] * ops
+        self.free: dict[str, float] = {}
+        self.kernels: dict[int, Span] = {}
+        self.collectives: dict[int, Span] = {}
+
+    def wait(self, read: int) -> None:
+        """Wait until the value of the op at ``read`` is there. That exposes the collective that it comes from."""
+        if self.ready[read] > self.clock:
+            if (source := self.owed[read]) is not None:
+                self.collectives[source].exposed += self.ready[read] - self.clock
+            self.clock = self.ready[read]
+
+    def start(self, at: int, transfer: Transfer, earliest: float) -> None:
+        """Start the collective at ``at``. It runs as soon as its streams are free, not before ``earliest``."""
+        self.clock += transfer.busy
+        start = max([earliest + transfer.busy, *(self.free.get(stream, 0.0) for stream in transfer.streams)])
+        span = self.collectives[at] = Span(start, start + transfer.price.seconds, transfer.busy)
+        self.free.update(dict.fromkeys(transfer.streams, span.end))
+        self.ready[at], self.owed[at] = span.end, at
+
+    def run(self, at: int, kernel: Kernel, alone: float, share: float) -> None:
+        """Run the kernel whose last op is at ``at``. It takes ``alone`` seconds if nothing is sent meanwhile, and loses
+        the ``share`` of the time in which something is.
+        """
+        sending = max([0.0, *(end - self.clock for end in self.free.values())])
+        span = self.kernels[at] = Span(self.clock, self.clock + beside(alone, sending, share))
+        self.clock = span.end
+        for inner in kernel.ops:
+            self.ready[inner] = span.end
 
 
 def beside(seconds: float, sending: float, share: float) -> float:
@@ -300,11 +316,11 @@ class Prediction:
     useful_flops: float
     dtype: torch.dtype
     step: Sequence = field(repr=False, compare=False)
-    tokens: int = 0
-    notes: tuple[str, ...] = ()
-    symbols: Callable[[], Costs] | None = field(default=None, repr=False, compare=False)
-    model: str = ""
-    plan: str = ""
+    tokens: int
+    notes: tuple[str, ...]
+    symbols: Callable[[], Costs] = field(repr=False, compare=False)
+    model: str
+    plan: str
 
     @property
     def title(self) -> str:

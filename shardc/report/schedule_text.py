@@ -202,16 +202,16 @@ def _tensors(schedule: Prediction) -> str:
     return aligned(body, head, left=("owner", "tensor", "module", "source"), cut=("tensor", "module", "source"))
 
 
-def largest(tensors: Seq[PeakTensor], count: int = LARGEST) -> list[list[PeakTensor]]:
-    """Return the ``count`` largest of ``tensors``, as lists: tensors that differ only in the number of a repeated layer
-    form one list.
+def largest(tensors: Seq[PeakTensor]) -> list[list[PeakTensor]]:
+    """Return the largest of ``tensors`` (`LARGEST` of them), as lists: tensors that differ only in the number of a
+    repeated layer form one list.
     """
 
     def key(x: PeakTensor) -> tuple[object, ...]:
         return x.owner, x.bytes, layers_of(x.name), layers_of(x.module), x.source
 
     groups = grouped(tensors, key).values()
-    return sorted(groups, key=lambda of: (-sum(x.bytes for x in of), of[0].name))[:count]
+    return sorted(groups, key=lambda of: (-sum(x.bytes for x in of), of[0].name))[:LARGEST]
 
 
 def _place(of: list[PeakTensor]) -> tuple[str, str, str]:
