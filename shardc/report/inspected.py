@@ -178,9 +178,8 @@ class InspectedProgram(Program):
             PlanError: the plan has pipeline stages.
         """
         self._check_stages("lint")
-        joint = self.schedule(hardware, stage="localize")
-        scheduled, shown = joint if stage == "localize" else self.schedule(hardware), self.shown
-        findings = lint(shown.whole("collectives"), joint, scheduled)
+        joint, shown = self.schedule(hardware, stage="localize"), self.shown
+        findings = lint(shown.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
         loops = candidates(shown.graph("chunk_loss"), shown.pipeline[Decompose])
         return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
 
