@@ -181,20 +181,19 @@ class _Stages:
     def check(self, stage: str) -> Verdict | None:
         """Run the graph of ``stage`` and compare its results. Return a `Verdict` if they are wrong, else None."""
         gm = self.program.module(stage)
-        if not self.program.is_half(stage):
-            try:
+        try:
+            if not self.program.is_half(stage):
                 self.verifier.before(stage, self.last or gm)
                 self.last = gm
                 self.verifier.after(stage, gm)
-            except VerifyError as error:
-                self.checked.append(Checked(stage, float("inf"), "refused by the verifier"))
-                return Verdict(tuple(self.checked), stage, error.node, error.reason, error.program or "")
-        try:
             values = self._values(stage, gm)
+        except VerifyError as error:
+            self.checked.append(Checked(stage, float("inf"), "refused by the verifier"))
+            return self._wrong(error.node, error.reason, error.program or "")
         except Failed as failure:
             self.checked.append(Checked(stage, float("inf"), "does not run"))
-            name, around = ir.info(failure.node).name, window(gm, self.mesh, failure.node)
-            return Verdict(tuple(self.checked), stage, name, f"running it fails: {failure}", around)
+            around = window(gm, self.mesh, failure.node)
+            return self._wrong(ir.info(failure.node).name, f"running it fails: {failure}", around)
         computed = {key_of(role) for role, x in ir.outputs(gm.graph) if isinstance(x, fx.Node)}
         errors = {
             key: _error(values.results.get(key, "is not there"), x)
@@ -208,15 +207,17 @@ class _Stages:
             self.before |= values.by_name
             return None
         assert worst is not None
-        node, off = self._first(gm, values)
         actual = values.results.get(worst, "it is not there")
-        reason = f"{self.checked[-1].result} is off by {largest:.1e}" + (
-            f", {actual}" if isinstance(actual, str) else ""
-        )
+        reason = f"{self.checked[-1].result} is off by {largest:.1e}{f', {actual}' if isinstance(actual, str) else ''}"
+        node, off = self._first(gm, values)
         if node is None:
-            return Verdict(tuple(self.checked), stage, "", reason)
+            return self._wrong("", reason, "")
         reason = f"it is off by {off:.1e}; {reason}"
-        return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
+        return self._wrong(ir.info(node).name, reason, window(gm, self.mesh, node))
+
+    def _wrong(self, node: str, reason: str, program: str) -> Verdict:
+        """Return the `Verdict` that the stage checked last is wrong. The arguments are as for `Verdict`."""
+        return Verdict(tuple(self.checked), self.checked[-1].stage, node, reason, program)
 
     def _due(self, stage: str, key: Key) -> bool:
         """Return whether the graph of ``stage`` computes the result ``key``. A backward graph computes gradients, a
