@@ -14,8 +14,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import ceil, sqrt
-from typing import Generic, Protocol, TypeGuard, TypeVar
+from math import ceil, inf, isinf, sqrt
+from typing import TypeGuard
 
 from torch import nn
 
@@ -24,6 +24,8 @@ from shardc.plan.constructors import offload, recompute, save
 from shardc.plan.entries import Entry, Fsdp, Save
 from shardc.plan.match import matching
 from shardc.plan.value import Plan
+from shardc.search.plan_writer import Candidate
+from shardc.search.result import Trial
 
 LEAST = 1e-15  # seconds per byte if memory is no constraint: of equally fast solutions the smaller one is preferred
 PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # tried in order until a solution is small enough
@@ -31,24 +33,8 @@ CLOSE = 4.0  # no price is tried between two prices that differ by less than thi
 ABOVE = 1e-9  # relative margin of a ceiling above a known solution, so that this one is returned if it is the best
 
 
-class Point(Protocol):
-    """Interface of a solution of the layout problem: its cost in seconds and its bytes of memory."""
-
-    @property
-    def bytes(self) -> float:
-        """Return the bytes of memory of the solution."""
-        ...
-
-    def at(self, byte: float) -> float:
-        """Return the cost of the solution in seconds, with ``byte`` seconds added for each byte of memory."""
-        ...
-
-
-P = TypeVar("P", bound=Point)
-
-
 @dataclass(frozen=True)
-class PriceSearch(Generic[P]):
+class PriceSearch:
     """A search over the solutions of one layout problem, by the price of a byte of memory.
 
     Args:
@@ -56,10 +42,10 @@ class PriceSearch(Generic[P]):
         solutions: price -> the best solution at that price, filled by the search.
     """
 
-    solve: Callable[[float, float], P | None]
-    solutions: dict[float, P] = field(default_factory=dict)
+    solve: Callable[[float, float], Candidate | None]
+    solutions: dict[float, Candidate] = field(default_factory=dict)
 
-    def fastest(self, room: float, limit: float, first: float = LEAST) -> P | None:
+    def fastest(self, room: float, limit: float, first: float = LEAST) -> Candidate | None:
         """Return the fastest solution of at most ``room`` bytes; if none is found, about the smallest solution. None if
         that one takes more than ``limit`` seconds, or a price that is tried proves that no solution is within both
         limits.
@@ -72,29 +58,25 @@ class PriceSearch(Generic[P]):
             first: the first price to try, in seconds per byte. If its solution is small enough, no lower price is
                 tried.
         """
-        low, high = LEAST, 0.0
-        last: P | None = None  # the solution at the previous price, later the best that is small enough
-        for price in (first, *(price for price in PRICES if price > first)):
-            point = self._at(price, room, limit, last)
-            if point is None:
-                return None
-            last = point
-            if point.bytes <= room:
-                high = price
-                break
-            low = price
-        while low > LEAST and high > CLOSE * low:
-            price = sqrt(low * high)
+        low, high = LEAST, inf  # a price that is too low, and one that is high enough; inf while none is known
+        last: Candidate | None = None  # the solution at the previous price, later the best that is small enough
+        higher = iter(price for price in PRICES if price > first)
+        price: float | None = first
+        while price is not None:
             point = self._at(price, room, limit, last)
             if point is None:
                 return None
             if point.bytes <= room:
                 last, high = point, price
             else:
-                low = price
+                low, last = price, point if isinf(high) else last
+            if isinf(high):
+                price = next(higher, None)
+            else:
+                price = sqrt(low * high) if low > LEAST and high > CLOSE * low else None
         return last if last is not None and last.at(0.0) <= limit else None
 
-    def _at(self, price: float, room: float, limit: float, last: P | None) -> P | None:
+    def _at(self, price: float, room: float, limit: float, last: Candidate | None) -> Candidate | None:
         """Return the best solution at ``price`` (seconds per byte). None if there is none, or its cost at that price
         proves that no solution takes at most ``room`` bytes and at most ``limit`` seconds.
 
@@ -134,20 +116,8 @@ class Measure:
         return self.apply(plan, len(self.shares))
 
 
-class Cost(Protocol):
-    """The predicted cost of a plan: bytes of a rank at the peak, and seconds of a step."""
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a rank at the peak."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-
-
 Blocks = list[tuple[str, int]]  # (prefix of the blocks' names, number of blocks) of each run
-Schedule = Callable[[Plan], Cost | None]  # maps a plan to its cost; None if it cannot be compiled
+Predict = Callable[[Plan], Trial | None]  # maps a plan to its predicted cost; None if it cannot be compiled
 
 
 @dataclass(frozen=True)
@@ -169,7 +139,7 @@ class Fit:
     hand: Plan
     memory: float
     host: bool
-    schedule: Schedule
+    schedule: Predict
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
@@ -194,7 +164,7 @@ class Fit:
                 return
             plan, now = step
 
-    def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
+    def _priced(self, plan: Plan, now: Trial, measures: Sequence[Measure]) -> list[Measure]:
         """Return those of ``measures`` that free memory, sorted by the seconds that they cost per byte freed. ``now``
         is the cost of ``plan`` without them.
         """
@@ -205,7 +175,7 @@ class Fit:
                 priced.append(((then.seconds - now.seconds) / (now.memory - then.memory), at, measure))
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
-    def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
+    def _take(self, plan: Plan, now: Trial, measure: Measure) -> tuple[Plan, Trial] | None:
         """Predict ``plan``, whose cost is ``now``, with ``measure`` applied to all its units (parameters, blocks). If
         that frees nothing, return (``plan``, ``now``); if it is still too large, return (that plan, its cost). If it
         fits, try fewer units too, and return None.

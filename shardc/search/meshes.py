@@ -122,52 +122,15 @@ class SearchOverMeshes:
             PlanError: nothing fits on any mesh; the text has the memory of the smallest plan.
             ShardcError: the error of the first mesh, if the user's entries are valid on none.
         """
-        searches: dict[Mesh, Search] = {}
-        least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
-        left_out: list[str] = []
-
-        def fastest() -> float:
-            """Return the seconds of the fastest plan that fits, on any mesh so far; inf if there is none."""
-            return min((search.limit() for search in searches.values()), default=inf)
-
-        def tried() -> list[Trial]:
-            """Return the plans that were tried on all meshes."""
-            return [trial for search in searches.values() for trial in search.tried.values()]
-
-        for mesh, axis in meshes.items():
-            with self._noted(errors):
-                kind = partial(StageSearch, axis=axis) if axis else Search
-                search = kind(
-                    self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
-                )
-                search.most = fastest()
-                search.forms()
-                searches[mesh] = search
-        for mesh, search in searches.items():
-            search.most = fastest()
-            with self._noted(errors):
-                least[mesh] = search.least() if len(searches) > 1 else 0.0
-        for mesh in sorted(least, key=lambda mesh: (bool(meshes[mesh]), least[mesh])):
-            search = searches[mesh]
-            search.most = fastest()
-            search.gap = GAP if len(searches) > 1 else 0.0
-            search.price = min((price for other in searches.values() for price in other.prices.values()), default=LEAST)
-            if least[mesh] > MARGIN * search.most:
-                bound = min(least[mesh], MARGIN * search.most)
-                left_out.append(f"on {mesh}: no plan takes less than {bound * 1e3:.4g} ms")
-                continue
-            with self._noted(errors):
-                search.run()
-            search.stated = None
-            if gc.get_count()[0] > UNCOLLECTED:
-                gc.collect()
-        while (best := self.best(tried())) is not None and best.estimate is not None:
+        searches = self._started(meshes, errors)
+        left_out = self._search_each(searches, meshes, errors)
+        while (best := self.best(_trials(searches))) is not None and best.estimate is not None:
             searches[best.mesh].confirm(best)
         if best is not None:
             left_out += [text for search in searches.values() for text in search.left_out.values()]
-            return Found(best.plan, best.mesh, tuple(tried()), self.hand, tuple(left_out))
-        if trials := tried():
+            return Found(best.plan, best.mesh, tuple(_trials(searches)), self.hand, tuple(left_out))
+        if trials := _trials(searches):
             raise self._too_large(trials, list(meshes))
         if errors:
             raise errors[0]
@@ -176,6 +139,50 @@ class SearchOverMeshes:
             plan_entry=str(self.hand) if self.hand else None,
             fix="leave out one of its entries",
         )
+
+    def _started(self, meshes: Mapping[Mesh, str], errors: list[ShardcError]) -> dict[Mesh, Search]:
+        """Return mesh -> its search, which has predicted the ready-made plans. A mesh on which that fails is left out,
+        and its error appended to ``errors``. ``meshes`` is as for `run`.
+        """
+        searches: dict[Mesh, Search] = {}
+        for mesh, axis in meshes.items():
+            with self._noted(errors):
+                kind = partial(StageSearch, axis=axis) if axis else Search
+                search = kind(
+                    self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
+                )
+                search.most = _fastest(searches)
+                search.forms()
+                searches[mesh] = search
+        return searches
+
+    def _search_each(
+        self, searches: Mapping[Mesh, Search], meshes: Mapping[Mesh, str], errors: list[ShardcError]
+    ) -> list[str]:
+        """Run each of ``searches``, those on meshes without pipeline stages first, then by their lower bounds. Return,
+        as text, which meshes were left out, because no plan there is faster than the best. Errors are appended to
+        ``errors``.
+        """
+        least: dict[Mesh, float] = {}
+        for mesh, search in searches.items():
+            search.most = _fastest(searches)
+            with self._noted(errors):
+                least[mesh] = search.least() if len(searches) > 1 else 0.0
+        left_out = []
+        for mesh in sorted(least, key=lambda mesh: (bool(meshes[mesh]), least[mesh])):
+            search = searches[mesh]
+            search.most = _fastest(searches)
+            search.gap = GAP if len(searches) > 1 else 0.0
+            search.price = min((price for other in searches.values() for price in other.prices.values()), default=LEAST)
+            if least[mesh] > MARGIN * search.most:
+                left_out.append(f"on {mesh}: no plan takes less than {MARGIN * search.most * 1e3:.4g} ms")
+                continue
+            with self._noted(errors):
+                search.run()
+            search.stated = None
+            if gc.get_count()[0] > UNCOLLECTED:
+                gc.collect()
+        return left_out
 
     @staticmethod
     @contextmanager
@@ -204,6 +211,16 @@ class SearchOverMeshes:
             f"{least.memory / 1e9:.3g} GB: {least.plan}{'' if len(meshes) == 1 else f' on {least.mesh}'}",
             fix="use more ranks, or a smaller batch",
         )
+
+
+def _fastest(searches: Mapping[Mesh, Search]) -> float:
+    """Return the seconds of the fastest plan that fits, on any mesh so far; inf if there is none."""
+    return min((search.limit() for search in searches.values()), default=inf)
+
+
+def _trials(searches: Mapping[Mesh, Search]) -> list[Trial]:
+    """Return the plans that were tried on all meshes."""
+    return [trial for search in searches.values() for trial in search.tried.values()]
 
 
 def _order(trial: Trial) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ scheduled; the share of communication that its schedule leaves exposed weighs th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations
@@ -31,7 +31,7 @@ from shardc.plan.value import Plan
 from shardc.report.predicted_schedule import Schedule
 from shardc.search.captured_model import CapturedModel, PlannedGraph
 from shardc.search.memory_fit import LEAST, Fit, PriceSearch, kept_whole
-from shardc.search.plan_writer import Border, Pinner, Writer, borders
+from shardc.search.plan_writer import Candidate, Pinner, Writer, borders
 from shardc.search.result import Report, Trial
 from shardc.solver import WORK, Infeasible, solve
 
@@ -42,39 +42,6 @@ ROUNDS = 3  # number of solutions of a split of storage that are scheduled
 MARGIN = 1.01  # solutions up to this multiple of the best step time are considered: a schedule may hide more
 TILE = 64  # rows of queries that kernels of attention compute at once, at least
 GLANCE = 3e7  # table entries that the solver may visit to bound the step time of a mesh
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A solution of the layout problem: its plan without pins (`Plan(activations=...)`), the layouts at module
-    boundaries, and its cost.
-
-    Args:
-        plan: the plan without pins.
-        borders: tag name -> the layout at that module boundary.
-        over: the axes over which storage only is split.
-        value: cost in seconds, with memory at ``byte`` seconds per byte.
-        bound: the proven lower bound of that cost.
-        variables: number of variables of the problem.
-        build, solve: seconds that building and solving the problem took.
-        bytes: bytes of memory that the cost includes.
-        byte: price of a byte in seconds.
-    """
-
-    plan: Plan
-    borders: Mapping[str, Border]
-    over: tuple[str, ...]
-    value: float
-    bound: float
-    variables: int
-    build: float
-    solve: float
-    bytes: float
-    byte: float
-
-    def at(self, byte: float) -> float:
-        """Return the cost of this solution in seconds if each byte of memory costs ``byte`` seconds."""
-        return self.value + (byte - self.byte) * self.bytes
 
 
 @dataclass
@@ -344,7 +311,7 @@ class Search:
         problem.apply(solution.labels)
         over = problem.free.over
         plan = self.hand | self.writer.plan(
-            problem.stored(solution.labels), over, problem.batch(solution.labels), 3, self.captured_model.source.inputs
+            problem.stored(solution.labels), over, problem.batch(solution.labels), self.captured_model.source.inputs
         )
         return Candidate(
             plan, borders(problem.planned), over, solution.value, solution.bound, solution.variables, problem.seconds,
@@ -391,9 +358,7 @@ class Search:
             yield "given", self.hand
             return
         axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
-        whole = Plan()
-        for axis in axes:
-            whole |= ddp(axis)
+        whole = ddp(axes) if axes else Plan()
         yield "ddp", whole
         yield "fsdp", fsdp(tuple(axes)) if axes else whole
         for axis in axes if (rows := self._attending) else ():

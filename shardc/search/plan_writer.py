@@ -169,6 +169,39 @@ def _need(node: fx.Node, phase: str) -> Layout:
     return own_layout
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A solution of the layout problem: its plan without pins (`Plan(activations=...)`), the layouts at module
+    boundaries, and its cost.
+
+    Args:
+        plan: the plan without pins.
+        borders: tag name -> the layout at that module boundary.
+        over: the axes over which storage only is split.
+        value: cost in seconds, with memory at ``byte`` seconds per byte.
+        bound: the proven lower bound of that cost.
+        variables: number of variables of the problem.
+        build, solve: seconds that building and solving the problem took.
+        bytes: bytes of memory that the cost includes.
+        byte: price of a byte in seconds.
+    """
+
+    plan: Plan
+    borders: Mapping[str, Border]
+    over: tuple[str, ...]
+    value: float
+    bound: float
+    variables: int
+    build: float
+    solve: float
+    bytes: float
+    byte: float
+
+    def at(self, byte: float) -> float:
+        """Return the cost of this solution in seconds if each byte of memory costs ``byte`` seconds."""
+        return self.value + (byte - self.byte) * self.bytes
+
+
 Stored = tuple[Layout, Layout]
 T = TypeVar("T")
 
@@ -194,17 +227,15 @@ class Writer:
         stored: Mapping[str, Stored],
         over: tuple[str, ...],
         batch: tuple[str, ...],
-        level: int,
         inputs: Sequence[tuple[str, tuple[int, ...]]],
     ) -> Plan:
         """Return the plan that gives parameters the layouts ``stored``: storage only is split over the axes ``over``
-        (by ``fsdp`` of ``level``), and the batch over the axes ``batch``.
+        (by ``fsdp``), and the batch over the axes ``batch``.
 
         Args:
             stored: name in the captured model -> (compute layout, storage layout).
             over: the axes over which storage only is split.
             batch: the axes that split the batch.
-            level: level of the ``fsdp`` entry, if there is one.
             inputs: (name, shape) of each input.
         """
         plan = Plan()
@@ -214,11 +245,11 @@ class Writer:
             small, threshold = self._threshold(whole, [name for name, (c, s) in stored.items() if c != s])
             overrides = {} if small else dict(self.by_glob(whole))
             if rest:
-                plan |= hsdp(over, rest, level=level, threshold=threshold) if not overrides else self._ddp(rest)
+                plan |= hsdp(over, rest, threshold=threshold) if not overrides else ddp(rest)
             if not rest or overrides:
-                plan |= fsdp(over, level=level, threshold=threshold, overrides=overrides or None)
+                plan |= fsdp(over, threshold=threshold, overrides=overrides or None)
         else:
-            plan |= self._ddp(batch)
+            plan |= ddp(batch) if batch else Plan()
         has = [axis for entry in plan.entries for axis in entry.batch]
         if set(has) != set(batch):
             plan |= Plan(inputs={name: rows(shape, batch, self.mesh) for name, shape in inputs if shape})
@@ -235,14 +266,6 @@ class Writer:
         least = min((nbytes[self.repeats.whole(name)] for name in split), default=0)
         largest = max((nbytes[self.repeats.whole(name)] for name in whole), default=-1)
         return (True, least if largest >= 0 else 0) if largest < least else (False, 0)
-
-    @staticmethod
-    def _ddp(axes: Iterable[str]) -> Plan:
-        """Return a plan with one ``ddp`` entry for each of ``axes``."""
-        plan = Plan()
-        for axis in axes:
-            plan |= ddp(axis)
-        return plan
 
     def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
         """Return the entries for the compute layouts ``computes``: tensor parallel styles if they match and their axis

@@ -77,6 +77,11 @@ class Trial:
         return self.memory <= self.limit
 
     @property
+    def order(self) -> tuple[bool, float]:
+        """Return the sort key of trials: plans that fit come first, by seconds, then plans that do not, by memory."""
+        return not self.fits, self.seconds if self.fits else self.memory
+
+    @property
     def found(self) -> bool:
         """Return whether the plan is from a solution; otherwise it is ready-made, or the user's own."""
         return self.origin == "found"
@@ -196,9 +201,7 @@ class Found:
         or else the smallest. None if there is none.
         """
         forms = [trial for trial in self.trials if not trial.found]
-        return min(
-            forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None
-        )
+        return min(forms, key=lambda t: (*t.order, str(t.mesh), str(t.plan)), default=None)
 
     def brief(self) -> Found:
         """Return a copy with three trials only: `best`, `solution` and `form`. The other trials keep graphs of

@@ -261,14 +261,14 @@ class Player:
         best, moved = self.play(self._balanced()), True
         while moved:
             moved = False
-            for starts in self._near(best.starts):
+            for starts in self._neighbours(best.starts):
                 if starts not in self.played and len(self.played) < TRIES:
-                    if self._order(now := self.play(starts)) < self._order(best):
+                    if self._sort_key(now := self.play(starts)) < self._sort_key(best):
                         best, moved = now, True
                         break
         return best
 
-    def _near(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    def _neighbours(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield cuts near ``starts``, the cut by the first part of each stage: some consecutive stages begin one or two
         possible places earlier or later.
         """
@@ -283,16 +283,16 @@ class Player:
     @cached_property
     def _places(self) -> list[int]:
         """Return the indices of the parts of the model at which a stage may begin, besides the first."""
-        return [at for at in range(1, len(self.parts)) if self._may(at)]
+        return [at for at in range(1, len(self.parts)) if self._can_begin(at)]
 
-    def _order(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
+    def _sort_key(self, played: Played) -> tuple[bool, float, tuple[int, ...]]:
         """Return the sort key of a cut into stages: cuts that fit in memory come first, sorted by seconds, then cuts
         that do not fit, sorted by memory.
         """
         fits = played.memory <= self.limit
         return not fits, round(played.seconds, 9) if fits else played.memory, played.starts
 
-    def _may(self, at: int) -> bool:
+    def _can_begin(self, at: int) -> bool:
         """Return whether a stage may begin at part ``at``. Inside a block it may only if no more bytes are sent there
         than at the beginning of the block.
         """
@@ -379,14 +379,14 @@ class Player:
         """Return the peak bytes of the rank that needs most, if the stages consist of the parts ``stages``."""
         saved = [sum(part.saved for part in parts) for parts in stages]
         out = []
-        for rank, counts in enumerate(self._flights):
+        for rank, counts in enumerate(self._in_flight):
             parts = [part for stage, of in enumerate(stages) if self.schedule.rank_of[stage] == rank for part in of]
             flight = max(sum(number * saved[stage] for stage, number in count) for count in counts)
             out.append(sum(part.lasting for part in parts) + flight + max(part.passing for part in parts))
         return max(out)
 
     @cached_property
-    def _flights(self) -> list[set[tuple[tuple[int, int], ...]]]:
+    def _in_flight(self) -> list[set[tuple[tuple[int, int], ...]]]:
         """For each rank, the set of states that it passes through in a step. A state has the number of microbatches in
         flight on each of the rank's stages: ((stage, number), ...).
         """

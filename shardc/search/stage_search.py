@@ -29,6 +29,7 @@ AXIS = "pp"
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))  # name, stages of a rank
 ROUNDS = 8  # most microbatches for each stage of the pipeline
 SIZES = 2  # numbers of microbatches that are tried for a layout
+lists = cache(schedule)  # the lists of actions of a schedule, of which the same are tried for several layouts
 
 
 @dataclass
@@ -101,7 +102,7 @@ class StageSearch(Search):
             )  # fmt: skip
             estimate = Estimate(played.seconds, round(played.memory * self.beside))
             trial = Trial(layout | entry, self.mesh, few, self.memory, estimate=estimate)
-            if best is None or _order(trial) < _order(best):
+            if best is None or trial.order < best.order:
                 best = trial
         if best is not None:
             self.tried[str(best.plan)] = best
@@ -193,18 +194,3 @@ def _begin(parts: Sequence[Part], at: int) -> str:
     name, before = parts[at].name, parts[at - 1].name
     block = name.rpartition(".")[0]
     return name if not block or is_in(before, block) else block
-
-
-def _order(trial: Trial) -> tuple[bool, float]:
-    """Return the sort key of a trial: plans that fit in memory come first, sorted by seconds, then plans that do not
-    fit, sorted by memory.
-    """
-    return not trial.fits, trial.seconds if trial.fits else trial.memory
-
-
-@cache
-def lists(name: str, ranks: int, count: int, per_rank: int | None) -> Schedule:
-    """Return the schedule ``name`` (a list of actions for each rank) of ``count`` microbatches with ``per_rank`` stages
-    per rank; see `shardc.ir.schedules.schedule`.
-    """
-    return schedule(name, ranks, count, per_rank)
