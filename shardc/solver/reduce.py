@@ -265,12 +265,8 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
     costs, near = graph.unary[i], graph.near[i]
     if not np.isfinite(costs.min()):
         raise Infeasible("the labels of finite cost cannot be combined")
-    if len(near) == 0:
+    if not near or len(costs) == 1:
         graph.constant += float(costs.min())
-        graph.remove(i, ())
-        return True
-    if len(costs) == 1:
-        graph.constant += float(costs[0])
         for j, table in near.items():
             graph.unary[j] = graph.unary[j] + table.row(0)
         graph.remove(i, ())
@@ -285,10 +281,10 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
     else:
         (a, to_a), (b, to_b) = near.items()
         existing = graph.near[a].get(b)
-        size = to_a.costs.shape[1] * to_b.costs.shape[1]
+        size, room = to_a.costs.shape[1] * to_b.costs.shape[1], to_a.size + to_b.size
         if existing is not None:
-            size = existing.sum_size(to_a.columns, to_b.columns)
-        if size > to_a.size + to_b.size + (0 if existing is None else existing.size):
+            size, room = existing.sum_size(to_a.columns, to_b.columns), room + existing.size
+        if size > room:
             return False
         key = (id(to_a), id(to_b), costs.tobytes())
         if key not in products:
