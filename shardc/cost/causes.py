@@ -57,7 +57,7 @@ class Explainer:
         entries: all plan entries; where no other entry is found, those that mention the collective's axes are used.
     """
 
-    def __init__(self, step: Sequence, compute: Mapping[str, str], entries: Iterable[str] = ()) -> None:
+    def __init__(self, step: Sequence, compute: Mapping[str, str], entries: Iterable[str]) -> None:
         self.step, self.compute, self.entries = step, compute, tuple(entries)
         self.users: list[list[int]] = [[] for _ in step.ops]
         self.origins = [ir.info(op.node).origin for op in step.ops]
@@ -100,12 +100,12 @@ class Explainer:
             module = origin.module or params[0].rpartition(".")[0]
             source, entry = origin.source or self._first_use(at), ir.info(self.params[params[0]]).origin.cause
             return replace(_recorded(op.node, *params), module=module, source=source, entry=entry)
-        maker, axes = self._maker(at, origin.consumer), axes_of(op.node)
-        upstream = (self._compute_entry(node) for node in islice(self._reached(maker, self._sources), _MAX_OPS))
-        module = self.origins[maker].module
+        explaining, axes = self._explaining_op(at, origin.consumer), axes_of(op.node)
+        upstream = (self._compute_entry(node) for node in islice(self._reached(explaining, self._sources), _MAX_OPS))
+        module = self.origins[explaining].module
         beside = (self.compute.get(name, "") for name in (self.params_of.get(module, ()) if module else ()))
         # Upstream, another reader of the value may come before the one that reads the parameter.
-        entries = chain(upstream, beside) if maker == at else chain(beside, upstream)
+        entries = chain(upstream, beside) if explaining == at else chain(beside, upstream)
         cause = _recorded(op.node, ir.info(self.step.ops[op.reads[0]].node).name)
         return replace(cause, entry=next(about(axes, entries), cause.entry))
 
@@ -159,7 +159,7 @@ class Explainer:
             work += fresh
         return ""
 
-    def _maker(self, at: int, consumer: str) -> int:
+    def _explaining_op(self, at: int, consumer: str) -> int:
         """Return the position of the op by which the collective at ``at`` is explained: itself if it reduces, else the
         op named ``consumer``, which needs its result. Plan entries are looked for at the parameters of that op.
         """

@@ -232,7 +232,7 @@ class Dense:
     flops: int
     bytes: int
     times: dict[str, int]
-    gathered: tuple[tuple[str, str, int], ...] = ()
+    gathered: tuple[tuple[str, str, int], ...]
 
 
 def layers_of(name: str) -> str:
