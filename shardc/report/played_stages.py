@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from shardc.cost.compute import Buffer, buffers
 from shardc.cost.hardware import Hardware, price, route
@@ -129,6 +130,14 @@ class Parts:
     optimizer_copies: float
 
 
+class _Runs(NamedTuple):
+    """The runs of graphs of one rank: before, within and behind the computations of its schedule."""
+
+    before: list[Run]
+    within: list[Run]
+    behind: list[Run]
+
+
 class Played:
     """The schedule of a pipeline with predicted times: for each rank, its list of computations and messages.
 
@@ -188,7 +197,7 @@ class Played:
         boundary = (flow or self.flow).boundaries[min(source, target)]
         return self._message((boundary.up if source < target else boundary.down).values())
 
-    def _opened(self, begins: list[float]) -> list[float]:
+    def _after_openings(self, begins: list[float]) -> list[float]:
         """Return the seconds at which each rank has finished the loops before the forward: computations that all stages
         run first, such as a sum over microbatches that forwards need. Rank i begins them at ``begins[i]``.
         """
@@ -202,44 +211,43 @@ class Played:
                     for at in range(flow.schedule.microbatches)
                 }
                 played = clock(flow.schedule, lambda *_: 0.0, partial(self._transfer, flow=flow), begins, seconds)
-                begins = self._exchanged(_ends(played, begins), flow.behind)
+                begins = self._after_messages(_ends(played, begins), flow.behind)
         return begins
 
     def _play(self) -> None:
         """Compute and store the times of all ranks: of their lists of computations, and of what each rank runs before
         and after its list.
         """
-        flow, lists = self.flow, [self._in_parts(rank) for rank in range(self.program.stage_ranks)]
+        flow, runs = self.flow, [self._runs(rank) for rank in range(self.program.stage_ranks)]
         looped = {opening(at)[0] for at, loop in enumerate(flow.openings) if loop is not None}
-        before = [sum(self.seconds[x.half] for x in first) for first, _, _ in lists]
-        alone = [sum(self.seconds[x.half] for x in first if _phase(x.half) not in looped) for first, _, _ in lists]
-        ready = self._exchanged([0.0] * len(lists), flow.before)
-        begins = self._opened([start + once for start, once in zip(ready, alone, strict=True)])
+        before = [self._total(of.before) for of in runs]
+        unlooped = [self._total(x for x in of.before if _phase(x.half) not in looped) for of in runs]
+        ready = self._after_messages([0.0] * len(runs), flow.before)
+        begins = self._after_openings([start + once for start, once in zip(ready, unlooped, strict=True)])
         seconds = {
             action: sum(self.seconds[half] for half in halves)
-            for rank, (_, middle, _) in enumerate(lists)
-            for action, halves in self._computed(rank, middle)
+            for rank, of in enumerate(runs)
+            for action, halves in self._graphs_by_action(rank, of.within)
         }
         # A stage may have no graph for a part of its backward.
         played = clock(flow.schedule, lambda kind, stage: 0.0, self._transfer, begins, seconds)
-        ends = self._exchanged(_ends(played, begins), flow.behind)
-        closed = [end + sum(self.seconds[x.half] for x in last) for end, (_, _, last) in zip(ends, lists, strict=True)]
-        step = max(self._exchanged(closed, flow.last), default=0.0)
+        ends = self._after_messages(_ends(played, begins), flow.behind)
+        closed = [end + self._total(of.behind) for end, of in zip(ends, runs, strict=True)]
+        step = max(self._after_messages(closed, flow.last), default=0.0)
         once = tuple(
             tuple(span for span in ((begin - first, begin), (end, done)) if span[0] < span[1])
             for begin, first, end, done in zip(begins, before, ends, closed, strict=True)
         )
         self.timeline = Timeline(flow.schedule, played.spans, step, once)
         self.times: list[list[float]] = []
-        for rank, (first, middle, last) in enumerate(lists):
+        for rank, of in enumerate(runs):
             starts = {action: start for action, start, _ in played.spans[rank]}
-            times = [*self._one_after_another(begins[rank] - before[rank], [x.half for x in first])]
-            for action, halves in self._computed(rank, middle):
-                times += self._one_after_another(starts[action], halves)
-            times += self._one_after_another(ends[rank], [x.half for x in last])
-            self.times.append(times)
+            groups = [(begins[rank] - before[rank], [x.half for x in of.before])]
+            groups += [(starts[action], halves) for action, halves in self._graphs_by_action(rank, of.within)]
+            groups.append((ends[rank], [x.half for x in of.behind]))
+            self.times.append([at for start, halves in groups for at in self._begins_in_turn(start, halves)])
 
-    def _computed(self, rank: int, runs: Iterable[Run]) -> Iterator[tuple[Action, list[Half]]]:
+    def _graphs_by_action(self, rank: int, runs: Iterable[Run]) -> Iterator[tuple[Action, list[Half]]]:
         """Yield (computation in the schedule's list of the rank, graphs that the rank runs for it), in the order of
         ``runs``.
 
@@ -254,16 +262,18 @@ class Played:
                 yield action if action in listed else replace(action, kind=Kind.BACKWARD_WEIGHT), halves
                 halves = []
 
-    def _in_parts(self, rank: int) -> tuple[list[Run], list[Run], list[Run]]:
-        """Return the rank's runs of graphs in three lists: before, within and behind the computations of its
-        schedule.
-        """
+    def _runs(self, rank: int) -> _Runs:
+        """Return the rank's runs of graphs: those before, within and behind the computations of its schedule."""
         runs = [x for x in self.actions[rank] if isinstance(x, Run)]
         inside = [at for at, x in enumerate(runs) if x.half.stage is not None and _is_listed(x.half)]
         first, end = (inside[0], inside[-1] + 1) if inside else (len(runs), len(runs))
-        return runs[:first], runs[first:end], runs[end:]
+        return _Runs(runs[:first], runs[first:end], runs[end:])
 
-    def _one_after_another(self, start: float, halves: Iterable[Half]) -> Iterator[float]:
+    def _total(self, runs: Iterable[Run]) -> float:
+        """Return the seconds of ``runs`` together."""
+        return sum(self.seconds[x.half] for x in runs)
+
+    def _begins_in_turn(self, start: float, halves: Iterable[Half]) -> Iterator[float]:
         """Yield the seconds at which each of ``halves`` (graphs) begins if they run one after another from
         ``start``.
         """
@@ -271,7 +281,7 @@ class Played:
             yield start
             start += self.seconds[half]
 
-    def _exchanged(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
+    def _after_messages(self, now: list[float], messages: Callable[[int], Iterator[Message]]) -> list[float]:
         """Return the seconds at which each rank has received what the others send it. ``messages`` yields the messages
         of a rank; rank i sends its own at ``now[i]``.
         """
@@ -289,14 +299,14 @@ class Played:
         """Yield the predicted costs of each pipeline stage, as a `StageCost`."""
         count = len(self.flow.schedule.rank_of)
         for stage, rank in enumerate(self.flow.schedule.rank_of):
-            first, _, last = self._in_parts(rank)
+            runs = self._runs(rank)
             seconds = {
                 NAMES[_phase(half)]: x for half, x in self.seconds.items() if half.stage == stage and _is_listed(half)
             }
             yield StageCost(
                 stage, rank, seconds,
-                sum(self.seconds[x.half] for x in first if x.half.stage in (None, stage)),
-                sum(self.seconds[x.half] for x in last if x.half.stage in (None, stage)), self.saved[stage],
+                self._total(x for x in runs.before if x.half.stage in (None, stage)),
+                self._total(x for x in runs.behind if x.half.stage in (None, stage)), self.saved[stage],
                 self._transfer(stage, stage + 1) if stage + 1 < count else 0.0,
                 self._transfer(stage, stage - 1) if stage else 0.0,
             )  # fmt: skip
