@@ -107,7 +107,7 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
     """Return, for each op of ``step``, the `Buffer` of each of its results; None for a result that is not a tensor."""
     out: list[tuple[Buffer | None, ...]] = []
     for at, op in enumerate(step.ops):
-        out.append(_behind(op, at, out))
+        out.append(_result_buffers(op, at, out))
         awaited = step.ops[op.reads[0]] if op.kind == WAIT else None
         # A copy to the host reads its operand until it is awaited.
         copied = awaited.reads if awaited is not None and is_stored(awaited.node) else ()
@@ -118,7 +118,7 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
     return out
 
 
-def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
+def _result_buffers(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
     """Return the buffers that hold the results of ``op``, which is at position ``at``: those of its operand for a view,
     wait or getitem, else new ones. None stands for a result that is no tensor.
     """
@@ -338,7 +338,7 @@ def wasted(
         return None
     ordered = sorted(large, key=lambda axis: -large[axis].flops)
     what = "; ".join(_describe(axis, large[axis], mesh, total) for axis in ordered)
-    mends = [_mend(axis, large[axis], total, params) for axis in ordered]
+    mends = [_remedy(axis, large[axis], total, params) for axis in ordered]
     return PlanError(what, fix="; ".join(mends) + "; program.lint() lists the ops")
 
 
@@ -357,7 +357,7 @@ def _describe(axis: str, work: _Axis, mesh: Mesh, total: int) -> str:
     )
 
 
-def _mend(axis: str, work: _Axis, total: int, params: Mapping[str, Layout]) -> str:
+def _remedy(axis: str, work: _Axis, total: int, params: Mapping[str, Layout]) -> str:
     """Return advice on how to avoid the redundant ``work`` of the ranks along ``axis``, such as the plan entry that
     would split the work.
 

@@ -198,7 +198,7 @@ class _Stages:
         errors = {
             key: _error(values.results.get(key, "is not there"), x)
             for key, x in self.wanted.items()
-            if key in computed or self._due(stage, key)
+            if key in computed or self._is_due(stage, key)
         }
         worst = max(errors, key=lambda key: errors[key], default=None)
         largest = errors[worst] if worst is not None else 0.0
@@ -209,7 +209,7 @@ class _Stages:
         assert worst is not None
         actual = values.results.get(worst, "it is not there")
         reason = f"{self.checked[-1].result} is off by {largest:.1e}{f', {actual}' if isinstance(actual, str) else ''}"
-        node, off = self._first(gm, values)
+        node, off = self._first_wrong(gm, values)
         if node is None:
             return self._wrong("", reason, "")
         reason = f"it is off by {off:.1e}; {reason}"
@@ -219,7 +219,7 @@ class _Stages:
         """Return the `Verdict` that the stage checked last is wrong. The arguments are as for `Verdict`."""
         return Verdict(tuple(self.checked), self.checked[-1].stage, node, reason, program)
 
-    def _due(self, stage: str, key: Key) -> bool:
+    def _is_due(self, stage: str, key: Key) -> bool:
         """Return whether the graph of ``stage`` computes the result ``key``. A backward graph computes gradients, a
         forward graph the others.
 
@@ -264,7 +264,7 @@ class _Stages:
                 over = prod(self.mesh.size(axis) for axis in axes if axis in role.layout.bound)
                 yield ("tangent", role.index), self.feed["tangent", role.index] * over / scale
 
-    def _first(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
+    def _first_wrong(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
         """Find the first node of a stage whose value differs from the previous stage's. Return (node, relative
         error), or (None, 0.0) if there is none.
         """

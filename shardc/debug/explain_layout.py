@@ -162,7 +162,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     represents = "" if folded is None else folded.block_run(forward_name(record.name))
     param = record.role is not None and record.role.kind == "param"
     uses = list(_uses(node, rows))
-    decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]
+    decisions = [Decision("storage" if param else "layout", str(record.value), _deciding_entry(program, node))]
     if param:
         computed = dict.fromkeys(use.takes for use in uses)
         entries = program.causes.get(record.name) or "no entry splits it for compute: it is whole there"
@@ -172,7 +172,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
             decisions.append(
                 Decision("gradient", str(ir.info(grad).value), "as storage, so that the optimizer is local")
             )
-            uses.append(_gradient(grad, rows))
+            uses.append(_gradient_use(grad, rows))
     source = record.origin.source or next((use.source for use in uses if use.source), "")
     return Explanation(
         record.name, _kind(record), record.origin.module, source, tuple(decisions),
@@ -189,7 +189,7 @@ def _kind(record: ir.Info) -> str:
     return {"param": "parameter"}.get(record.role.kind, record.role.kind)
 
 
-def _who(program: Program, node: fx.Node) -> str:
+def _deciding_entry(program: Program, node: fx.Node) -> str:
     """Return, as text, the plan entry, rule or default that decided the layout of ``node``."""
     record = ir.info(node)
     origin = record.origin
@@ -262,7 +262,7 @@ def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, 
             yield _use(user, str(ir.info(node).value), way, rows)
 
 
-def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
+def _gradient_use(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
     """Return, as a `Use`, the op that computes a gradient, with the collectives that reduce it."""
     way: tuple[fx.Node, ...] = ()
     while grad.target in _MOVES:

@@ -100,7 +100,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
             plan_entry=f"microbatches({program.microbatches})",
             fix="leave microbatches out of the plan, or take program.schedule() for numbers",
         )
-    symbols_of = _named(program, dims)
+    symbols_of = _symbols_of_inputs(program, dims)
     base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}
     has = {symbol: size is not None for symbol, size in base.items()}
     batch, sequence = base[BATCH] or 1, base[SEQUENCE] or 1
@@ -127,7 +127,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     samples = [sample(program.mesh, at) for at in points]
     first = samples[0]
     for point, other in zip(points, samples, strict=True):
-        _same_form(first, other, f"{program.mesh} at {_point_text(point, has)}")
+        _check_same_form(first, other, f"{program.mesh} at {_point_text(point, has)}")
     solve = sympy.Matrix([[b**i * s**j for i, j in powers] for b, s in points]).inv()
 
     def fitted(values: Sequence[int]) -> sympy.Expr:
@@ -148,7 +148,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     )
     validation_point = (batch * (3 if has[BATCH] else 1), sequence * (4 if has[SEQUENCE] else 1))
     validation = sample(program.mesh, validation_point)
-    _same_form(first, validation, f"{program.mesh} at {_point_text(validation_point, has)}")
+    _check_same_form(first, validation, f"{program.mesh} at {_point_text(validation_point, has)}")
     verify(costs, validation.schedule, validation_point)
     for axis in program.mesh.axes:
         _verify_axis(costs, axis, first, sample)
@@ -199,7 +199,7 @@ def _verify_axis(costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh
         sizes = costs.batch * times, costs.sequence * (times if costs.sequence > 1 else 1)
         try:
             other_sample = sample(mesh, sizes)
-            _same_form(first, other_sample, str(mesh))
+            _check_same_form(first, other_sample, str(mesh))
         except NoFormula as error:
             problems.append(error.reason)
             continue
@@ -238,7 +238,7 @@ def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
     return _Sample(tuple(form), tuple(sizes), sum(flops for _, flops in model_flops(graph)), schedule)
 
 
-def _same_form(first: _Sample, other: _Sample, where: str) -> None:
+def _check_same_form(first: _Sample, other: _Sample, where: str) -> None:
     """Raise PlanError if the program sampled at ``where`` (``other``) has other collectives than the program itself
     (``first``).
     """
@@ -250,7 +250,7 @@ def _same_form(first: _Sample, other: _Sample, where: str) -> None:
             raise NoFormula(f"{where} has other collectives: {texts[1]} where there was {texts[0]}")
 
 
-def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | None, ...]]:
+def _symbols_of_inputs(program: Recompilable, dims: Dims | None) -> dict[str, tuple[str | None, ...]]:
     """Return the symbol of each dim of each input, for formulas: input -> ("batch", "sequence" or None per dim). By
     default (``dims`` is None), symbols are chosen by the inputs' dtypes.
     """

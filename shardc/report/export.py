@@ -88,21 +88,21 @@ def trace(schedule: Prediction) -> dict[str, object]:
     An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank waits.
     """
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
-    events: list[dict[str, object]] = [_named("process_name", 0, schedule.title)]
+    events: list[dict[str, object]] = [_metadata("process_name", 0, schedule.title)]
     for tid, name in enumerate(["compute", *axes]):
-        events += [_named("thread_name", tid, name), _named("thread_sort_index", tid, tid, "sort_index")]
+        events += [_metadata("thread_name", tid, name), _metadata("thread_sort_index", tid, tid, "sort_index")]
     for run in schedule.runs:
         k = run.kernel
         args = {"module": k.module, "source": k.source, "flops": k.flops, "bytes": k.bytes}
-        events.append(_event(k.name, 0, run.start, run.end, args))
+        events.append(_span_event(k.name, 0, run.start, run.end, args))
     waits = {start: at for at, start in reversed(waits_of(schedule.step))}  # the first of each
     for number, (at, c) in enumerate(zip(schedule.step.starts, schedule.transfers, strict=True)):
         args = {"wire": c.wire, "exposed_us": c.exposed * 1e6, **vars(c.cause)}
         name, tid = f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis)
-        events.append(_event(name, tid, c.start, c.end, args))
+        events.append(_span_event(name, tid, c.start, c.end, args))
         still = max(c.end - c.exposed, schedule.clock[waits[at]] if at in waits else 0.0)
         if c.exposed and still < c.end:
-            events.append({**_event(f"wait for {name}", 0, still, c.end, args), "cat": "wait"})
+            events.append({**_span_event(f"wait for {name}", 0, still, c.end, args), "cat": "wait"})
         elif at in waits:
             still = schedule.clock[waits[at]]
         else:
@@ -130,13 +130,13 @@ def pipeline_trace(schedule: Prediction, timeline: Timeline, rank: int, axis: st
     """
     out = trace(schedule)
     events: Any = out["traceEvents"]
-    events[0] = _named("process_name", 0, f"{axis} {rank}: {schedule.title}")
+    events[0] = _metadata("process_name", 0, f"{axis} {rank}: {schedule.title}")
     for at, row in enumerate(timeline.spans):
         spans = [(str(x), start, end) for x, start, end in row if x.kind in COMPUTATIONS]
         spans += [("once", start, end) for start, end in timeline.once[at]]
         spans += [("waits for a transfer", start, end) for start, end in timeline.waits[at]]
-        ours = [_named("process_name", 0, f"{axis} {at}"), _named("thread_name", 0, "stages")]
-        ours += [_event(name, 0, start, end, {}) for name, start, end in sorted(spans, key=lambda span: span[1])]
+        ours = [_metadata("process_name", 0, f"{axis} {at}"), _metadata("thread_name", 0, "stages")]
+        ours += [_span_event(name, 0, start, end, {}) for name, start, end in sorted(spans, key=lambda span: span[1])]
         events += [{**event, "pid": 1 + at} for event in ours]
     return out
 
@@ -153,14 +153,14 @@ def waits_of(step: Sequence) -> list[tuple[int, int]]:
     return out
 
 
-def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, object]:
+def _metadata(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, object]:
     """Return a Chrome metadata event, a dict, that sets property ``what`` of the process, or of track ``tid``, to
     ``name``.
     """
     return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {key: name}}
 
 
-def _event(name: str, tid: int, start: float, end: float, args: Mapping[str, object]) -> dict[str, object]:
+def _span_event(name: str, tid: int, start: float, end: float, args: Mapping[str, object]) -> dict[str, object]:
     """Return the Chrome event, a dict, of a span on track ``tid``; ``start`` and ``end`` are in seconds."""
     return {"name": name, "ph": "X", "pid": 0, "tid": tid, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 

@@ -29,7 +29,7 @@ from shardc.report.findings import Finding
 from shardc.report.formulas import Costs
 from shardc.report.lint_rules import in_pieces, lint
 from shardc.report.played_stages import Parts
-from shardc.report.predicted_schedule import Schedule, build, room_of_rows
+from shardc.report.predicted_schedule import Schedule, build, expert_room_note
 from shardc.report.stage_schedule import predict
 from shardc.report.tiles import Tiles
 from shardc.validate import did_you_mean, typed
@@ -92,14 +92,14 @@ class InspectedProgram(Program):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
         shown: Any = self.shown
         described, mesh = self._priced(hardware), _whole_mesh(shown)
-        predicted = self._predicted(described, order, optimizer_copies, skew)
+        predicted = self._predictor(described, order, optimizer_copies, skew)
         # A graph that runs several times is one object in all of its runs.
         graph = cache(partial(_unscheduled, shown)) if stage == "localize" else (lambda half: half)
         if shown.stage_ranks:
             return predict(shown, Parts(mesh, shown.bound.pp.entry.axis, described, predicted, graph, optimizer_copies))
         if stage == "localize" and shown.microbatches == 1:
             return predicted(of_joint(shown.localized.graph, shown.levels, shown.options.checkpoint_collectives))
-        return predicted(of_halves(map(graph, _step_of(shown)), shown.levels))
+        return predicted(of_halves(map(graph, _graphs_of_step(shown)), shown.levels))
 
     def first_and_last(self, hardware: Hardware) -> tuple[Schedule, list[Half]]:
         """Return (prediction, graphs) of a shortened step, which runs only the first and the last of its
@@ -108,9 +108,9 @@ class InspectedProgram(Program):
         shown: Any = self.shown
         runs = [run for run in shown.runs(True) if run[1] in (0, shown.microbatches - 1)]
         step = of_runs(runs, shown.levels)
-        return self._predicted(self._priced(hardware), "graph", 2.0, 1.0)(step), [half for half, _ in runs]
+        return self._predictor(self._priced(hardware), "graph", 2.0, 1.0)(step), [half for half, _ in runs]
 
-    def _predicted(
+    def _predictor(
         self, described: Hardware, order: str, optimizer_copies: float, skew: float
     ) -> Callable[..., Schedule]:
         """Return a function that predicts a sequence of this program's ops on the hardware ``described``. The other
@@ -128,8 +128,8 @@ class InspectedProgram(Program):
                 useful_flops=useful / mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
                 tokens=_tokens(shown.joint.captured.graph.graph),
                 notes=(
-                    *(() if folded is None else folded.notes), *_of_microbatches(shown),
-                    *room_of_rows(op.node for op in step.ops),
+                    *(() if folded is None else folded.notes), *_microbatch_note(shown),
+                    *expert_room_note(op.node for op in step.ops),
                 ),
                 model=shown.source.model, plan=str(shown.plan), begins=begins,
             )  # fmt: skip
@@ -212,7 +212,7 @@ def _whole_mesh(program: Program) -> Mesh:
     return Mesh((axis, pp.ranks if axis == pp.entry.axis else size) for axis, size in program.mesh.shape)
 
 
-def _step_of(program: Executable) -> list[Half]:
+def _graphs_of_step(program: Executable) -> list[Half]:
     """Return the graphs of a training step in the order in which they run. A graph of microbatches is repeated for each
     of them.
     """
@@ -221,7 +221,7 @@ def _step_of(program: Executable) -> list[Half]:
     return [half for training in ((False, True) if runs_twice else (True,)) for half, _ in program.runs(training)]
 
 
-def _of_microbatches(program: Executable) -> tuple[str, ...]:
+def _microbatch_note(program: Executable) -> tuple[str, ...]:
     """Return a note on the number of microbatches, as a tuple of one text; () without microbatches."""
     if program.microbatches == 1 or program.stage_ranks:
         return ()

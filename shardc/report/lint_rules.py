@@ -72,7 +72,7 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
         if node.op != "call_function":
             continue
         if collective_kind(node) is not None:
-            result += _of_collective(node, mesh)
+            result += _copies_of_collective(node, mesh)
         elif node.target in COPIES and not _is_view(node) and (node in feeds_collective or node in follows_wait):
             reason = RECEIVED if node in follows_wait else TO_SEND
             result.append(Copy(ir.info(node).name, reason, tensor_bytes(node.meta["val"])))
@@ -86,7 +86,7 @@ def table(copied: list[Copy]) -> str:
     return "".join(f"{name}: x{len(of)} {sum(copy.bytes for copy in of)} B/rank\n" for name, of in rows)
 
 
-def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
+def _copies_of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
     """Yield the copies within a rank that a collective makes: of non-contiguous inputs, of its own shard, and into and
     out of messages in shared memory.
     """
@@ -97,7 +97,7 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
         if isinstance(val, Tensor) and not val.is_contiguous():
             yield Copy(ir.info(read).name, CONTIGUOUS, tensor_bytes(val))
     if kind == "all_gather":
-        for user, x in _named(node, outputs):
+        for user, x in _named_results(node, outputs):
             yield Copy(user, OWN_SHARD, tensor_bytes(x) // ranks)
     elif node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
         yield Copy(name, TOGETHER, sum(map(tensor_bytes, outputs)))
@@ -110,7 +110,7 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
             yield Copy(name, OUT_OF_MESSAGE, size * (ranks - 1))
 
 
-def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _named_results(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, value) of each result of the collective ``node``. ``outputs`` are the values in order; a node with
     one result gives its own name.
     """
@@ -369,11 +369,11 @@ def replicated_work(subject: Subject) -> Iterator[Finding]:
             yield subject.finding(
                 "replicated-work", (op.name, op.module, ir.info(node).origin.source), run.seconds * (1 - 1 / times),
                 0, f"done {times} times over {', '.join(op.times)}, alike on different ranks",
-                _splits(weights, op.module, next(iter(op.times))),
+                _split_advice(weights, op.module, next(iter(op.times))),
             )  # fmt: skip
 
 
-def _splits(weights: Mapping[str, Layout], module: str, axis: str) -> str:
+def _split_advice(weights: Mapping[str, Layout], module: str, axis: str) -> str:
     """Return advice, as text, on how to split the matrix products of ``module`` over ``axis``: a plan entry, or what to
     split. ``weights`` maps parameter -> storage layout.
     """
@@ -393,15 +393,15 @@ def whole_parameter(subject: Subject) -> Iterator[Finding]:
         if subject.schedule.mesh.ranks > 1 and not layout.axes and size >= LARGE_PARAMETER:
             record = ir.info(node)
             why = f" ({record.origin.cause})" if record.origin.cause else ""
+            split = _storing_plan(record.name, value.shape, axis, ranks)
             yield subject.finding(
                 "whole-parameter", (record.name, record.name.rpartition(".")[0], record.origin.source), 0.0, size,
                 f"every rank holds all {size} bytes of it{why}, and an optimizer's state besides",
-                f"{_stored(record.name, value.shape, axis, ranks)} stores {size - size // ranks} bytes less on a rank, "
-                "and so does each state of the optimizer",
+                f"{split} stores {size - size // ranks} bytes less on a rank, and so does each state of the optimizer",
             )  # fmt: skip
 
 
-def _stored(name: str, shape: tuple[int, ...], axis: str, ranks: int) -> str:
+def _storing_plan(name: str, shape: tuple[int, ...], axis: str, ranks: int) -> str:
     """Return, as text, the plan that stores parameter ``name`` split over ``axis``: at the first dim that ``ranks``
     divide, else at dim 0.
     """

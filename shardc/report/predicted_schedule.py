@@ -137,7 +137,7 @@ def build(
     if order not in ORDERS:
         raise PlanError(f"unknown order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
     outputs = buffers(step)
-    work = {at: _loaded(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, outputs).items()}
+    work = {at: _with_skew(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, outputs).items()}
     transfers = {at: _transfer(op.node, mesh, hardware, skew) for at, op in enumerate(step.ops) if op.kind == START}
     times = simulate(step, work, transfers, hardware, order, begins)
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
@@ -145,14 +145,14 @@ def build(
     for run in runs:
         by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
     return Schedule(
-        mesh, hardware, order, _rows(step, transfers, times, runs, Explainer(step, causes, entries)), runs,
+        mesh, hardware, order, _collectives(step, transfers, times, runs, Explainer(step, causes, entries)), runs,
         memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds, useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, tokens, notes,
         symbols, model, plan,
     )  # fmt: skip
 
 
-def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
+def _with_skew(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
     """Return ``kernel`` with its operations and bytes times ``skew`` (load of the busiest rank) if it runs experts,
     else unchanged.
     """
@@ -161,7 +161,7 @@ def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
     return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))
 
 
-def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+def expert_room_note(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """Return a note on the memory reserved for more expert tokens than an even load has, as a tuple of one text; () if
     none is reserved.
     """
@@ -197,7 +197,7 @@ def _transfer(node: fx.Node, mesh: Mesh, hardware: Hardware, skew: float) -> Tra
     )  # fmt: skip
 
 
-def _rows(
+def _collectives(
     step: Sequence,
     transfers: Mapping[int, Transfer],
     times: Timeline,
@@ -217,13 +217,13 @@ def _rows(
         Collective(
             ir.info(step.ops[at].node).name, x.kind, ",".join(x.axes), x.ranks, x.dtype, x.bytes, x.wire,
             step.ops[at].phase, times.collectives[at].start, times.collectives[at].end, times.collectives[at].exposed,
-            _hides(times.collectives[at], runs, starts), explain.cause(at), x.price.algorithm, x.price.link,
+            _longest_overlap(times.collectives[at], runs, starts), explain.cause(at), x.price.algorithm, x.price.link,
         )
         for at, x in transfers.items()
     )  # fmt: skip
 
 
-def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
+def _longest_overlap(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
     """Return the module whose kernels overlap the transfer ``span`` longest; "" if none do. ``starts`` has the start
     times of ``runs``, the kernels.
     """

@@ -195,7 +195,7 @@ def _tensors(schedule: Prediction) -> str:
     row.
     """
     body = [
-        (size(sum(x.bytes for x in of)), str(len(of)), size(of[0].bytes), of[0].owner, *_place(of))
+        (size(sum(x.bytes for x in of)), str(len(of)), size(of[0].bytes), of[0].owner, *_tensor_cells(of))
         for of in largest(schedule.memory.tensors_at_peak)
     ]
     head = ("at the peak", "count", "each", "owner", "tensor", "module", "source")
@@ -214,7 +214,7 @@ def largest(tensors: Seq[PeakTensor]) -> list[list[PeakTensor]]:
     return sorted(groups, key=lambda of: (-sum(x.bytes for x in of), of[0].name))[:LARGEST]
 
 
-def _place(of: list[PeakTensor]) -> tuple[str, str, str]:
+def _tensor_cells(of: list[PeakTensor]) -> tuple[str, str, str]:
     """Return (name, module, source line) of the tensors in ``of``, which are equal but for the number of a repeated
     layer. The path of the source line is cut to the file and its folder.
     """

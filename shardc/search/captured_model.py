@@ -268,12 +268,12 @@ class CapturedModel:
         """
         return sum(
             flops * self.weight(node) / hardware.rate(operand_dtype(node), is_attention(node.target))
-            for node, flops in self._products
+            for node, flops in self._dense_ops
             if phase in (None, ir.info(node).origin.phase)
         )
 
     @cached_property
-    def _products(self) -> list[tuple[fx.Node, int]]:
+    def _dense_ops(self) -> list[tuple[fx.Node, int]]:
         """The dense ops (matrix products, attention) of the captured graph, as (node, operations)."""
         return list(model_flops(self.captured.graph.graph))
 

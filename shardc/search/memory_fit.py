@@ -153,18 +153,18 @@ class Fit:
         if now is None or now.memory <= self.memory or now.seconds >= self.limit():
             return
         regather = self._regather(plan)
-        if regather is not None and self._take(plan, now, regather) is None:
+        if regather is not None and self._try_measure(plan, now, regather) is None:
             return
-        priced = self._priced(plan, now, [*([regather] if regather else ()), *self._others()])
+        priced = self._by_price(plan, now, [*([regather] if regather else ()), *self._further_measures()])
         for measure in priced:  # each measure alone
-            self._take(plan, now, measure)
+            self._try_measure(plan, now, measure)
         for measure in priced:  # all measures in turn, until the plan fits
-            step = self._take(plan, now, measure)
+            step = self._try_measure(plan, now, measure)
             if step is None or step[1].seconds >= self.limit():
                 return
             plan, now = step
 
-    def _priced(self, plan: Plan, now: Trial, measures: Sequence[Measure]) -> list[Measure]:
+    def _by_price(self, plan: Plan, now: Trial, measures: Sequence[Measure]) -> list[Measure]:
         """Return those of ``measures`` that free memory, sorted by the seconds that they cost per byte freed. ``now``
         is the cost of ``plan`` without them.
         """
@@ -175,7 +175,7 @@ class Fit:
                 priced.append(((then.seconds - now.seconds) / (now.memory - then.memory), at, measure))
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
-    def _take(self, plan: Plan, now: Trial, measure: Measure) -> tuple[Plan, Trial] | None:
+    def _try_measure(self, plan: Plan, now: Trial, measure: Measure) -> tuple[Plan, Trial] | None:
         """Predict ``plan``, whose cost is ``now``, with ``measure`` applied to all its units (parameters, blocks). If
         that frees nothing, return (``plan``, ``now``); if it is still too large, return (that plan, its cost). If it
         fits, try fewer units too, and return None.
@@ -221,17 +221,17 @@ class Fit:
 
         return Measure([self._size(glob) for glob in self.globs], apply)
 
-    def _others(self) -> Iterator[Measure]:
+    def _further_measures(self) -> Iterator[Measure]:
         """Yield measures (changes that free memory): recompute activations of blocks or of their parts, move
         activations of blocks to the host, offload parameters.
         """
-        parts_of_blocks = _parts(self.model)
+        parts_of_blocks = _recomputable_parts(self.model)
         for part, blocks in parts_of_blocks.items():
 
             def with_recompute(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:
                 parts = [e for e in plan.entries if _recomputes(e) and e not in self.hand.entries]
                 return Plan.of(e for e in plan.entries if part or e not in parts) | recompute(
-                    _first(blocks, part, count)
+                    _globs_of_first(blocks, part, count)
                 )
 
             yield Measure([1.0] * sum(size for _, size in blocks), with_recompute)
@@ -240,7 +240,7 @@ class Fit:
             # In front: an entry that recomputes blocks then keeps on the host what goes into them.
             yield Measure(
                 [1.0] * sum(size for _, size in whole),
-                lambda plan, count: save(_first(whole, "", count), on="host") | plan,
+                lambda plan, count: save(_globs_of_first(whole, "", count), on="host") | plan,
             )
         if self.host:
             yield Measure(
@@ -271,7 +271,7 @@ def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:
     return isinstance(entry, Fsdp) and entry not in hand.entries
 
 
-def _parts(model: nn.Module) -> dict[str, Blocks]:
+def _recomputable_parts(model: nn.Module) -> dict[str, Blocks]:
     """Return the parts of blocks that can be recomputed, and where they are: suffix of a part's name (``.mlp``) -> list
     of (prefix of the blocks' names, number of blocks).
 
@@ -290,7 +290,7 @@ def _parts(model: nn.Module) -> dict[str, Blocks]:
     return parts
 
 
-def _first(blocks: Blocks, part: str, count: int) -> list[str]:
+def _globs_of_first(blocks: Blocks, part: str, count: int) -> list[str]:
     """Return globs of the modules called ``part`` (a suffix, "" for the block itself) in the first ``count`` blocks."""
     globs = []
     for prefix, size in blocks:

@@ -151,7 +151,7 @@ class SearchOverMeshes:
                 search = kind(
                     self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, self.report
                 )
-                search.most = _fastest(searches)
+                search.best_elsewhere = _fastest(searches)
                 search.forms()
                 searches[mesh] = search
         return searches
@@ -165,21 +165,21 @@ class SearchOverMeshes:
         """
         least: dict[Mesh, float] = {}
         for mesh, search in searches.items():
-            search.most = _fastest(searches)
+            search.best_elsewhere = _fastest(searches)
             with self._noted(errors):
                 least[mesh] = search.least() if len(searches) > 1 else 0.0
         left_out = []
         for mesh in sorted(least, key=lambda mesh: (bool(meshes[mesh]), least[mesh])):
             search = searches[mesh]
-            search.most = _fastest(searches)
+            search.best_elsewhere = _fastest(searches)
             search.gap = GAP if len(searches) > 1 else 0.0
             search.price = min((price for other in searches.values() for price in other.prices.values()), default=LEAST)
-            if least[mesh] > MARGIN * search.most:
-                left_out.append(f"on {mesh}: no plan takes less than {MARGIN * search.most * 1e3:.4g} ms")
+            if least[mesh] > MARGIN * search.best_elsewhere:
+                left_out.append(f"on {mesh}: no plan takes less than {MARGIN * search.best_elsewhere * 1e3:.4g} ms")
                 continue
             with self._noted(errors):
                 search.run()
-            search.stated = None
+            search.last_problem = None
             if gc.get_count()[0] > UNCOLLECTED:
                 gc.collect()
         return left_out

@@ -90,14 +90,14 @@ class Search:
         memory: memory of a rank in bytes.
         options: the options to compile with.
         report: called with each plan when it is scheduled.
-        most: seconds of the best schedule on any other mesh so far; slower solutions are not scheduled.
+        best_elsewhere: seconds of the best schedule on any other mesh so far; slower solutions are not scheduled.
         gap: share of its cost by which a solution of the layout problem may miss the least one.
         price: price of a byte in seconds at which solutions on other meshes were expected to fit.
         tried: text of a plan -> the scheduled plan.
         prices: axes that split storage only -> price of a byte at which a solution was last expected to fit.
-        beyond: axes that split storage only -> predicted peak of the last plan that did not fit, minus the bytes of its
+        excess: axes that split storage only -> predicted peak of the last plan that did not fit, minus the bytes of its
             solution.
-        beside: factor for estimates of memory, from schedules that needed more than was estimated.
+        memory_factor: factor for estimates of memory, from schedules that needed more than was estimated.
         left_out: what was not scheduled -> the bound that shows why, as text.
     """
 
@@ -108,19 +108,19 @@ class Search:
     memory: float
     options: Options
     report: Report | None = None
-    most: float = inf
+    best_elsewhere: float = inf
     gap: float = 0.0
     price: float = LEAST
     tried: dict[str, Trial] = field(default_factory=dict)
     prices: dict[tuple[str, ...], float] = field(default_factory=dict)
-    beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
-    beside: float = 1.0
+    excess: dict[tuple[str, ...], float] = field(default_factory=dict)
+    memory_factor: float = 1.0
     left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.captured_model.source.model, self.mesh, self.captured_model.repeats)
         self.pinner = Pinner(self.captured_model, self.writer, self.mesh, self.options)
-        self.stated: PlanProblem | None = None  # the last layout problem; others take from it what they share
+        self.last_problem: PlanProblem | None = None  # the last layout problem; others take from it what they share
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
@@ -129,7 +129,7 @@ class Search:
 
         Plans whose matrix products alone take longer than the best plan so far are left out.
         """
-        forms = [(self._products(plan), name, plan) for name, plan in self.forms_of()]
+        forms = [(self._product_seconds(plan), name, plan) for name, plan in self.ready_made()]
         for bound, name, plan in sorted(forms, key=itemgetter(0)):
             if bound > MARGIN * self.limit():
                 self.left_out[name] = f"{name} on {self.mesh}: its products alone take {bound * 1e3:.4g} ms"
@@ -138,7 +138,7 @@ class Search:
         if (best := self.best()) is not None:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
-    def _products(self, plan: Plan) -> float:
+    def _product_seconds(self, plan: Plan) -> float:
         """Return the seconds of a rank's dense ops under ``plan`` if that has data-parallel entries only; 0 for other
         plans, and if the user gave entries.
         """
@@ -175,13 +175,13 @@ class Search:
     def run(self) -> None:
         """Run the search; `best` is then the fastest plan that fits, if there is one."""
         weights = Weights(HIDDEN, HIDDEN, self.captured_model.weight)
-        if self.limit() == self.most < inf and self._cost_of_any(weights) > MARGIN * self.most:
+        if self.limit() == self.best_elsewhere < inf and self._cost_of_any(weights) > MARGIN * self.best_elsewhere:
             return
-        splits = [self._split(over, weights) for over in self._overs()]
-        while splits := [split for split in splits if self._solves(split)]:
+        splits = [self._split(over, weights) for over in self._storage_axes()]
+        while splits := [split for split in splits if self._is_promising(split)]:
             split = min(splits, key=_value)
             before, best = len(self.tried), self.best()
-            trial = self._fitting(split)
+            trial = self._schedule_until_fits(split)
             if trial is None or len(self.tried) == before or split.rounds + 1 == ROUNDS:
                 splits.remove(split)
                 continue
@@ -210,7 +210,7 @@ class Search:
         none.
         """
         best = self.best()
-        return self.most if best is None else min(self.most, best.seconds)
+        return self.best_elsewhere if best is None else min(self.best_elsewhere, best.seconds)
 
     def best(self) -> Trial | None:
         """Return the fastest plan that fits; None if there is none yet."""
@@ -225,7 +225,7 @@ class Search:
         """
         return Split(over, cache(partial(self.problem, over, weights)), weights)
 
-    def _solves(self, split: Split) -> bool:
+    def _is_promising(self, split: Split) -> bool:
         """Solve ``split`` (a choice of the axes that split storage) if it is not solved yet. Return whether its
         solution may lead to the best plan.
         """
@@ -233,7 +233,7 @@ class Search:
             split.candidate = self._fastest(split)
         return split.candidate is not None and _value(split) <= MARGIN * self.limit()
 
-    def _fitting(self, split: Split) -> Trial | None:
+    def _schedule_until_fits(self, split: Split) -> Trial | None:
         """Predict schedules of solutions of ``split``, the fastest first, until one fits in memory or no smaller one is
         left. Return the last trial; None if there is no solution, or its plan cannot be compiled.
         """
@@ -249,7 +249,7 @@ class Search:
                 return None
             if trial is None or trial.fits:
                 break
-            self.beyond[split.over] = trial.memory - candidate.bytes
+            self.excess[split.over] = trial.memory - candidate.bytes
             smaller = self._fastest(split)
             candidate = smaller if smaller is not None and smaller.bytes < candidate.bytes else None
         return trial
@@ -260,7 +260,9 @@ class Search:
 
         The first price per byte is the one that sufficed before: for this split, for others, or on another mesh.
         """
-        within = PriceSearch(lambda price, ceiling: self._solved(split.problem(), price, ceiling), split.solutions)
+        within = PriceSearch(
+            lambda price, ceiling: self._best_solution(split.problem(), price, ceiling), split.solutions
+        )
         first = self.prices.get(split.over, min(self.prices.values(), default=self.price))
         candidate = within.fastest(self._room(split.over), MARGIN * self.limit(), first)
         if candidate is not None:
@@ -271,9 +273,9 @@ class Search:
         """Return the bytes that a solution with storage split over ``over`` may take if its plan is to fit in memory.
         Plans predicted earlier show by how much peaks exceed the bytes of solutions.
         """
-        return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
+        return self.memory - self.excess.get(over, min(self.excess.values(), default=0.0))
 
-    def _overs(self) -> Iterator[tuple[str, ...]]:
+    def _storage_axes(self) -> Iterator[tuple[str, ...]]:
         """Yield sets of axes over which FSDP may split storage, the largest first and the empty set last. Axes that the
         user's entries mention are left out, and all axes if these entries split the batch.
         """
@@ -288,17 +290,17 @@ class Search:
         their costs. ``over`` are the axes that may split storage further (None: any), ``weights`` scale communication.
         """
         start = time.perf_counter()
-        like = self.stated
+        like = self.last_problem
         options = replace(self.options, cost=self.hardware)
         planned = self.captured_model.graph(self.mesh, self.hand, options, None) if like is None else like.planned
-        storages = self._anywhere if over is None else partial(self._storages, over)
+        storages = self._storages_over_any if over is None else partial(self._storages, over)
         free = StorageChoice(over or (), storages, tuple(self._batches()), COPIES)
         problem = PlanProblem(planned.problem, planned.graph, weights, free, planned=planned, like=like)
         problem.seconds = time.perf_counter() - start
-        self.stated = problem
+        self.last_problem = problem
         return problem
 
-    def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
+    def _best_solution(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
         """Return the best solution of the layout ``problem`` if a byte of memory costs ``byte`` seconds; None if no
         solution costs less than ``ceiling`` seconds.
         """
@@ -332,11 +334,11 @@ class Search:
             return []
         return storages(over, name, compute)
 
-    def _anywhere(self, name: str, compute: Layout) -> list[Layout]:
+    def _storages_over_any(self, name: str, compute: Layout) -> list[Layout]:
         """Return the storage layouts among which the solver may choose for the parameter ``name`` with layout
         ``compute`` if FSDP may split its storage over any axes.
         """
-        overs = [over for over in self._overs() if not set(over) & set(compute.bound)]
+        overs = [over for over in self._storage_axes() if not set(over) & set(compute.bound)]
         return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
 
     def _batches(self) -> Iterator[tuple[str, ...]]:
@@ -350,7 +352,7 @@ class Search:
 
     # --- schedules
 
-    def forms_of(self) -> Iterator[tuple[str, Plan]]:
+    def ready_made(self) -> Iterator[tuple[str, Plan]]:
         """Yield (name, plan) of each ready-made plan: ddp, fsdp, fsdp with tp or cp. If the user gave entries, yield
         only ("given", plan of these entries).
         """
@@ -361,7 +363,7 @@ class Search:
         whole = ddp(axes) if axes else Plan()
         yield "ddp", whole
         yield "fsdp", fsdp(tuple(axes)) if axes else whole
-        for axis in axes if (rows := self._attending) else ():
+        for axis in axes if (rows := self._attention_rows) else ():
             if rows < TILE * self.mesh.size(axis):
                 reason = f"a rank's {rows / self.mesh.size(axis):g} tokens of a sequence are less than a kernel's tile"
                 self.left_out[f"cp({axis})"] = f"fsdp and cp over {axis} of {self.mesh}: {reason}, {TILE}"
@@ -376,7 +378,7 @@ class Search:
             yield "fsdp and from_hf", (fsdp(rest) if rest else Plan()) | tensor
 
     @property
-    def _attending(self) -> int:
+    def _attention_rows(self) -> int:
         """The largest number of query rows (tokens of a sequence) that an attention op of the model reads; 0 without
         attention.
 
@@ -430,7 +432,7 @@ class Search:
         except ShardcError:
             return None
         estimate = captured_model.estimate(few)
-        estimate = replace(estimate, memory=round(estimate.memory * self.beside))
+        estimate = replace(estimate, memory=round(estimate.memory * self.memory_factor))
         return Trial(plan, self.mesh, few, self.memory, origin, estimate=estimate)
 
     def confirm(self, trial: Trial) -> None:
@@ -453,7 +455,7 @@ class Search:
         if confirmed.fits or confirmed.memory <= trial.memory:
             return
         low = confirmed.memory / trial.memory
-        self.beside *= low
+        self.memory_factor *= low
         for key, other in self.tried.items():
             if other.estimate is not None:
                 scaled = replace(other.estimate, memory=round(other.estimate.memory * low))

@@ -72,7 +72,7 @@ class Pinner:
                 now = borders(model.graph(self.mesh, trial, self.options, Greedy()))
                 missing = [
                     name for name, border in wanted.items()
-                    if not (name in now and border.agrees(now[name])) and self._target(name) not in pins
+                    if not (name in now and border.agrees(now[name])) and self._entry_name(name) not in pins
                 ]  # fmt: skip
                 if not missing:
                     break
@@ -81,7 +81,7 @@ class Pinner:
                         pins |= self._pins(name, layouts)
         return plan | Plan(activations=pins) if pins else plan
 
-    def _target(self, name: str) -> str:
+    def _entry_name(self, name: str) -> str:
         """Return the text by which a plan entry names the module boundary that tag ``name`` marks: a module name, or a
         glob for all repeated blocks, followed by ``.input`` if the boundary is the module's input.
         """
@@ -146,12 +146,12 @@ def borders(planned: PlannedGraph) -> dict[str, Border]:
     """Return the layouts of the activation at each module boundary: tag name -> `Border`, in program order."""
     order = {node: at for at, node in enumerate(planned.graph.nodes)}
     names = sorted(planned.borders, key=lambda name: (order[planned.borders[name]], name))
-    gradients = {name: _need(node, "backward") for name, node in planned.gradients.items()}
+    gradients = {name: _needed_layout(node, "backward") for name, node in planned.gradients.items()}
     nodes = ((name, planned.borders[name]) for name in names)
-    return {name: Border(ir.layout(x), _need(x, "forward"), gradients.get(name)) for name, x in nodes}
+    return {name: Border(ir.layout(x), _needed_layout(x, "forward"), gradients.get(name)) for name, x in nodes}
 
 
-def _need(node: fx.Node, phase: str) -> Layout:
+def _needed_layout(node: fx.Node, phase: str) -> Layout:
     """Return the layout in which the users of ``node`` in ``phase`` need its value. If they need different layouts,
     return the layout of ``node`` itself, or if that is partial, the first needed one that is not.
     """
@@ -253,7 +253,7 @@ class Writer:
         has = [axis for entry in plan.entries for axis in entry.batch]
         if set(has) != set(batch):
             plan |= Plan(inputs={name: rows(shape, batch, self.mesh) for name, shape in inputs if shape})
-        return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
+        return plan | self._compute_entries({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
         """Return (whether each parameter in ``whole`` is smaller than each in ``split``, the threshold in bytes of an
@@ -267,7 +267,7 @@ class Writer:
         largest = max((nbytes[self.repeats.whole(name)] for name in whole), default=-1)
         return (True, least if largest >= 0 else 0) if largest < least else (False, 0)
 
-    def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
+    def _compute_entries(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
         """Return the entries for the compute layouts ``computes``: tensor parallel styles if they match and their axis
         is not in ``batch``, else ``params`` entries.
 

@@ -61,7 +61,7 @@ class StageSearch(Search):
         """Return a lower bound of the seconds of a step on this mesh: all matrix products divided by the ranks, and the
         shortest bubble.
         """
-        bounds = [self._bound(order) for count in self._counts(1) for order in self._orders(count)]
+        bounds = [self._lower_bound(order) for count in self._counts(1) for order in self._orders(count)]
         return min(bounds, default=inf)
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class StageSearch(Search):
         than the best plan so far. The lists of actions of a schedule are simulated with the costs of the layout.
         """
         for layout in self._layouts():
-            for count in self._counts(self._ways(layout))[:SIZES]:
+            for count in self._counts(self._batch_parts(layout))[:SIZES]:
                 orders = [order for order in self._orders(count) if self._may_win(order)]
                 if orders:
                     self._play(layout, count, orders)
@@ -90,17 +90,17 @@ class StageSearch(Search):
             return
         best: Trial | None = None
         for order in orders:
-            played = Player(order, parts, self._message, self.memory / self.beside).fastest()
+            played = Player(order, parts, self._message, self.memory / self.memory_factor).fastest()
             if played is None:
                 continue
-            cut = [_begin(parts, at) for at in played.starts[1:]]
+            cut = [_cut_name(parts, at) for at in played.starts[1:]]
             per_rank = order.stages // order.ranks
             by_default = 1 if order.name in ("1f1b", "gpipe") else 2
             entry = pp(
                 self.axis, order.name, microbatches=count, cut=cut,
                 stages_per_rank=None if per_rank == by_default else per_rank,
             )  # fmt: skip
-            estimate = Estimate(played.seconds, round(played.memory * self.beside))
+            estimate = Estimate(played.seconds, round(played.memory * self.memory_factor))
             trial = Trial(layout | entry, self.mesh, few, self.memory, estimate=estimate)
             if best is None or trial.order < best.order:
                 best = trial
@@ -115,7 +115,7 @@ class StageSearch(Search):
         """Yield the plans to try as layouts of a stage: first the ready-made plans. If none of these fits in memory,
         then the same plans with all blocks recomputed.
         """
-        forms = [form for _, plan in self.inner.forms_of() for form in (kept_whole(plan, self.rest), plan)]
+        forms = [form for _, plan in self.inner.ready_made() for form in (kept_whole(plan, self.rest), plan)]
         unique = list({str(plan): plan for plan in forms}.values())
         yield from unique
         if self.limit() == inf:
@@ -145,7 +145,7 @@ class StageSearch(Search):
                 continue  # the schedule does not have these numbers
         return out
 
-    def _ways(self, layout: Plan) -> int:
+    def _batch_parts(self, layout: Plan) -> int:
         """Return the number of parts into which the plan of a stage splits the batch over ranks."""
         ways = 1
         for axis in {axis for entry in layout.entries for axis in entry.batch}:
@@ -158,14 +158,14 @@ class StageSearch(Search):
         """Return whether the pipeline schedule ``order`` may be faster than the fastest plan so far. If not, the reason
         is added to `left_out`.
         """
-        bound = self._bound(order)
+        bound = self._lower_bound(order)
         if bound < self.limit():
             return True
         name = f"{order.name}, {order.stages} stages, {order.microbatches} microbatches"
         self.left_out[name] = f"on {self.mesh}, {name}: no layout takes less than {bound * 1e3:.4g} ms"
         return False
 
-    def _bound(self, order: Schedule) -> float:
+    def _lower_bound(self, order: Schedule) -> float:
         """Return a lower bound of the seconds of a step in the pipeline schedule ``order``: all matrix products at the
         peak rate, divided by the ranks, plus the bubble.
 
@@ -187,7 +187,7 @@ class StageSearch(Search):
         return small + self.hardware.start_seconds(1), (large - small) / (1 << 30)
 
 
-def _begin(parts: Sequence[Part], at: int) -> str:
+def _cut_name(parts: Sequence[Part], at: int) -> str:
     """Return the module by which a plan names a cut in front of part ``at``: the part itself, or its parent (such as
     its block) if the part before is not in that parent.
     """

@@ -83,16 +83,16 @@ def test_a_solution_costs_its_time_and_its_memory(hand: shardc.Plan) -> None:
         model = nn.Sequential(*(build(8) for _ in range(6)))
     search = searched(model, SMALL, Mesh(dp=2, tp=2), hand)
     problem = search.problem(("dp",), Weights(of=search.captured_model.weight))
-    candidate = search._solved(problem, 1e-12, math.inf)
+    candidate = search._best_solution(problem, 1e-12, math.inf)
     assert candidate is not None and candidate.bytes > 4 * 6 * 2 * 8 * 32  # a quarter of the parameters, four times
     assert candidate.at(1e-12) == candidate.value
     labels = solve(problem.energy(1e-6)).labels
     apart = evaluate(problem.energy(1e-6), labels) - evaluate(problem.energy(1e-12), labels)
     assert apart == pytest.approx((1e-6 - 1e-12) * problem.bytes(labels), rel=1e-9)
-    small = search._solved(problem, 1e-6, math.inf)
+    small = search._best_solution(problem, 1e-6, math.inf)
     assert small is not None and small.bytes < candidate.bytes and small.at(0.0) > candidate.at(0.0)
     assert candidate.at(1e-6) > small.value and small.at(1e-12) > candidate.value
-    again = search._solved(problem, 1e-12, math.inf)
+    again = search._best_solution(problem, 1e-12, math.inf)
     assert again is not None and (again.plan, again.borders) == (candidate.plan, candidate.borders)
     assert candidate.borders != small.borders
 
@@ -180,12 +180,12 @@ def test_no_solution_costs_less_than_what_a_mesh_promises(mesh: Mesh) -> None:
     search = searched(build(512), LARGE, mesh)
     least, values = search.least(), []
     for gather in (plan_search.BEST, plan_search.HIDDEN):
-        for over in search._overs():
+        for over in search._storage_axes():
             problem = search.problem(over, Weights(gather, plan_search.HIDDEN, search.captured_model.weight))
             values.append(solve(problem.energy(LEAST)).value)
     assert 0.5 * min(values) < least <= min(values) * (1 + 1e-12)
     storages = search.problem(None, Weights()).storages.values()
-    assert set(search._overs()) == {s.bound for ways in storages for c, s in ways if not c.axes}
+    assert set(search._storage_axes()) == {s.bound for ways in storages for c, s in ways if not c.axes}
 
 
 @pytest.mark.parametrize(
