@@ -60,6 +60,20 @@ class PairCosts:
         finite = np.isfinite(self.costs)
         return finite, float(finite.mean())
 
+    @cached_property
+    def terms(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return (a, b) with ``costs[x, y] = a[x] + b[y]``; None if the costs are no such sums."""
+        costs = self.costs
+        if len(costs) == 1:
+            return np.zeros(1), costs[0]
+        if costs.shape[1] == 1:
+            return costs[:, 0], np.zeros(1)
+        if not self.finite[0].all():
+            return None
+        rows, columns = costs[:, 0], costs[0] - costs[0, 0]
+        error = np.abs(costs - rows[:, None] - columns).max()
+        return (rows, columns) if error <= 1e-15 * np.abs(costs).max() else None
+
     @property
     def shape(self) -> tuple[int, int]:
         """Return (number of labels of the first variable, number of labels of the second)."""

@@ -61,20 +61,16 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
     for i, mask in alive.items():
         if not mask.any():
             raise Infeasible(f"variable {i} has no label of finite cost")
-    allowed: dict[int, np.ndarray | None] = {}
     lost = {i for i, mask in alive.items() if not mask.all()}
     queue = OrderedDict.fromkeys(i for i in sorted(lost.union(changed)) if i in alive)
     while queue:
         j, _ = queue.popitem(last=False)
         for i, table in graph.near[j].items():
-            if id(table) not in allowed:
-                finite = np.isfinite(table.costs)
-                allowed[id(table)] = None if finite.all() else finite
-            finite_table = allowed[id(table)]
-            if finite_table is None:
+            finite, share = table.finite
+            if share == 1.0:
                 continue
             classes = np.unique(table.rows[alive[j]])
-            mask = alive[i] & finite_table[classes].any(axis=0)[table.columns]
+            mask = alive[i] & finite[classes].any(axis=0)[table.columns]
             if mask.sum() == alive[i].sum():
                 continue
             if not mask.any():
@@ -88,32 +84,16 @@ def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Remove pairs whose costs are a sum ``a[x] + b[y]``, in place, adding the terms to the two variables' own costs;
     return the variables that lost a neighbour.
     """
-    split: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
     lost = []
     for i in sorted(variables):
         for j, table in list(graph.near[i].items()):
-            if id(table) not in split:
-                split[id(table)] = _separate(table.costs)
-            parts = split[id(table)]
-            if parts is not None:
-                graph.unary[i] = graph.unary[i] + parts[0][table.rows]
-                graph.unary[j] = graph.unary[j] + parts[1][table.columns]
+            if table.terms is not None:
+                of_i, of_j = table.terms
+                graph.unary[i] = graph.unary[i] + of_i[table.rows]
+                graph.unary[j] = graph.unary[j] + of_j[table.columns]
                 graph.remove_pair(i, j)
                 lost += [i, j]
     return lost
-
-
-def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (a, b) with ``table[x, y] = a[x] + b[y]``; None if the table is no such sum."""
-    if len(table) == 1:
-        return np.zeros(1), table[0]
-    if table.shape[1] == 1:
-        return table[:, 0], np.zeros(1)
-    if not np.isfinite(table).all():
-        return None
-    rows, columns = table[:, 0], table[0] - table[0, 0]
-    error = np.abs(table - rows[:, None] - columns).max()
-    return (rows, columns) if error <= 1e-15 * np.abs(table).max() else None
 
 
 def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
