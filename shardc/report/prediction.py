@@ -91,7 +91,9 @@ class Transfer:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Return what it occupies: mesh axes, or for a host copy one direction between host and device."""
+        """Return the resources that the transfer occupies: mesh axes, or for a host copy one direction between host and
+        device.
+        """
         return (self.kind,) if self.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in self.axes))
 
 
