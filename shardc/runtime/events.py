@@ -89,25 +89,6 @@ class Event:
         return {}
 
 
-@dataclass(frozen=True)
-class ErrorReport:
-    """Context manager that reports an error raised in it to the other ranks, and raises it.
-
-    Args:
-        fails: called with the error and ``epoch``; see `RankConsistency.report_error`.
-        epoch: epoch of the event numbers at the start of the block.
-    """
-
-    fails: Callable[[BaseException, int], None]
-    epoch: int
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.fails(error, self.epoch)
-
-
 def call_event(
     name: str,
     call: Signature,

@@ -30,7 +30,6 @@ from torch.distributed import distributed_c10d as c10d
 from shardc.errors import CollectiveError, MeshError
 from shardc.runtime.comparing import BEFORE, Comparisons, Meeting, Message, StackSamples
 from shardc.runtime.events import (
-    ErrorReport,
     Event,
     Place,
     difference,
@@ -214,9 +213,15 @@ class RankConsistency:
         except Stopped:
             raise self._raised() from None
 
-    def shares_errors(self) -> ErrorReport:
-        """Returns a context manager that sends an error raised inside it to the other ranks, which raise it too."""
-        return ErrorReport(self.report_error, self.epoch)
+    @contextmanager
+    def shares_errors(self) -> Iterator[None]:
+        """Context manager that sends an error raised inside it to the other ranks, which raise it too."""
+        epoch = self.epoch
+        try:
+            yield
+        except BaseException as error:
+            self.report_error(error, epoch)
+            raise
 
     @property
     def epoch(self) -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from shardc.ir.comm_volume import wire_elements
 from shardc.runtime.gloo.buffers import let_compute_first
 
 c10d = torch.ops._c10d_functional
+T = TypeVar("T")
 Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # starts a collective
 _SMALL, _MANY = 64, 17  # elements; tensors
 _APART = LARGEST // 4 + 16  # elements of a tensor too large to share a message
@@ -32,20 +33,20 @@ _MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
 _SEGMENT = 4e-3  # seconds of compute before a collective
 
 
-def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], list[torch.Tensor]]]:
     """Maps each kind of collective ("all_gather", "reduce_scatter", ...) to a function that starts it on a float32
-    tensor, whose size is a multiple of ``ranks``, and returns its result, which is still to be waited for.
+    tensor, whose size is a multiple of ``ranks``, and returns a list with its result, still to be waited for.
     """
 
     def equal_splits(x: torch.Tensor) -> list[int]:
         return [x.numel() // ranks] * ranks
 
     return {
-        "all_gather": lambda x: c10d.all_gather_into_tensor(x, ranks, group),
-        "reduce_scatter": lambda x: c10d.reduce_scatter_tensor(x, "sum", ranks, group),
-        "all_reduce": lambda x: c10d.all_reduce(x, "sum", group),
-        "all_to_all": lambda x: c10d.all_to_all_single(x, equal_splits(x), equal_splits(x), group),
-        "permute_ranks": lambda x: torch.ops.shardc.permute_ranks(x, [*range(1, ranks), 0], group),
+        "all_gather": lambda x: [c10d.all_gather_into_tensor(x, ranks, group)],
+        "reduce_scatter": lambda x: [c10d.reduce_scatter_tensor(x, "sum", ranks, group)],
+        "all_reduce": lambda x: [c10d.all_reduce(x, "sum", group)],
+        "all_to_all": lambda x: [c10d.all_to_all_single(x, equal_splits(x), equal_splits(x), group)],
+        "permute_ranks": lambda x: [torch.ops.shardc.permute_ranks(x, [*range(1, ranks), 0], group)],
     }
 
 
@@ -113,24 +114,22 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         """
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
-    def run_and_wait(call: Call, xs: list[torch.Tensor]) -> None:
-        """Runs a collective, ``call(xs)``, and waits for all its results."""
-        for result in call(xs):
-            c10d.wait_tensor(result)
-
     def operands(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
         return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
 
     def fastest(call: Call, kind: str, elements: int, count: int = 1) -> float:
-        return _fastest(partial(run_and_wait, call, operands(kind, elements, count)), runs, group, times)
+        return _fastest(partial(_run_and_wait, call, operands(kind, elements, count)), runs, group, times)
 
     # The same bytes in one message and in many.
     single = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
     many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
     message = max(many - single, 0.0) / ((_MANY - 1) * (ranks - 1))
-    host_seconds = mean(
-        lambda call, kind: _host_seconds(partial(run_and_wait, call, operands(kind, _SMALL)), runs, group)
-    )
+
+    def host(call: Call, kind: str) -> float:
+        run = partial(_run_and_wait, call, operands(kind, _SMALL))
+        return min(_seconds_of_runs(run, runs, group, 10, time.thread_time))
+
+    host_seconds = mean(host)
     # A collective of one small tensor sends one message to each peer.
     call_seconds = max(host_seconds - message * (ranks - 1), 0.0)
     latency = max(
@@ -160,8 +159,8 @@ def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.Pr
         start = time.perf_counter()
         for _ in range(count):
             x @ x
-        for result in call(xs) if sent else ():
-            c10d.wait_tensor(result)
+        if sent:
+            _run_and_wait(call, xs)
         return time.perf_counter() - start
 
     seconds = {}
@@ -176,7 +175,7 @@ def _slowdown(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: 
     time.
     """
     x = torch.rand(256, 256)
-    alone = _fastest(lambda: [c10d.wait_tensor(result) for result in call(xs)], runs, group, times)
+    alone = _fastest(partial(_run_and_wait, call, xs), runs, group, times)
     product = _fastest(lambda: x @ x, runs, group, times=50)
     # Compute goes on for twice as long as the collective, so that all of it is concurrent.
     count = max(int(2 * alone / product), 1)
@@ -225,9 +224,10 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
     # `_elementwise` reads 4 tensors and writes 3.
     moved = 7 * next(tensors)[0].nbytes
     return (
-        counted / _typical(multiply, 10 * runs), attended / _typical(attention, 10 * runs),
-        moved / _typical(lambda: fused(*next(tensors), weight), 20 * runs),
-    )  # fmt: skip
+        counted / statistics.median(_seconds_of_runs(multiply, 10 * runs)),
+        attended / statistics.median(_seconds_of_runs(attention, 10 * runs)),
+        moved / statistics.median(_seconds_of_runs(lambda: fused(*next(tensors), weight), 20 * runs)),
+    )
 
 
 def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
@@ -250,54 +250,43 @@ def _elementwise(
     return total, norm, torch.nn.functional.silu(gate) * up
 
 
-def _run_and_wait(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Returns the result of a collective, ``call(x)``, after the wait for it."""
-    return c10d.wait_tensor(call(x))
+def _run_and_wait(call: Callable[[T], list[torch.Tensor]], operands: T) -> None:
+    """Runs a collective, ``call(operands)``, and waits for all its results."""
+    for result in call(operands):
+        c10d.wait_tensor(result)
 
 
 def _fastest(call: Callable[[], object], runs: int, group: dist.ProcessGroup | None = None, times: int = 1) -> float:
-    """Returns the seconds per call in the fastest of ``runs`` runs of ``times`` calls, after a warm-up run.
+    """Returns the seconds per call in the fastest of ``runs`` runs of ``times`` calls; see `_seconds_of_runs`."""
+    return min(_seconds_of_runs(call, runs, group, times))
 
-    The ranks of ``group`` start together.
+
+def _seconds_of_runs(
+    call: Callable[[], object],
+    runs: int,
+    group: dist.ProcessGroup | None = None,
+    times: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Returns the seconds per call, by ``clock``, in each of ``runs`` runs of ``times`` calls, after a warm-up run.
+
+    The ranks of ``group`` start each run together.
     """
-    best = float("inf")
+    seconds = []
     for _ in range(runs + 1):
         if group is not None:
             dist.barrier(group)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(times):
             call()
-        best = min(best, (time.perf_counter() - start) / times)
-    return best
-
-
-def _typical(call: Callable[[], object], runs: int) -> float:
-    """Returns the median seconds of ``runs`` calls, after one to warm up."""
-    call()
-    seconds = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        seconds.append((clock() - start) / times)
+    return seconds[1:]
 
 
 def _mean_of_middle(seconds: list[float]) -> float:
     """Returns the mean of ``seconds`` without the lowest and the highest tenth of them."""
     cut = len(seconds) // 10
     return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
-
-
-def _host_seconds(call: Callable[[], object], runs: int, group: dist.ProcessGroup) -> float:
-    """Returns the CPU seconds per ``call`` that this thread takes: the least of ``runs`` runs of ten calls."""
-    best = float("inf")
-    for _ in range(runs + 1):
-        dist.barrier(group)
-        start = time.thread_time()
-        for _ in range(10):
-            call()
-        best = min(best, (time.thread_time() - start) / 10)
-    return best
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
