@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -86,32 +86,45 @@ def _tree(program: Executable, results: Sequence[object]) -> PyTree:
     return pytree.tree_unflatten(out, program.output_spec)
 
 
-class StepContext(Protocol):
-    """Type of autograd's context (``ctx``) of `Step`, with the values that one forward keeps for its backward.
+class CallContext(Protocol):
+    """Type of autograd's context (``ctx``) of a call, with the values that its forward keeps for its backward.
 
     Attributes:
         runner: runs the program.
-        others: saved values that are no tensors, by position; None for tensors.
-        strides: strides of each saved tensor; None unless saved-tensor hooks may change them.
-        changes, listened: results of `Border.watch` and of hooks on outputs, for `Border.check`.
-        unreduced: the gradients that the backward leaves unreduced.
-        freed: whether the backward has run, without ``retain_graph``.
-        call: event of the module call.
-        feed: inputs of the forward that the backward needs, else None.
+        takes, feed: roles and values of the arguments of forward; in ``feed``, None where no backward needs the value.
         versions: version counters at the forward of the tensors that the backward reads.
-        loads: rows in the fullest block of each layer of experts with a capacity, to check that they have room.
+        unreduced: the gradients that the backward leaves unreduced.
+        call: event of the module call.
+        freed: whether the backward has run, without ``retain_graph``.
     """
 
     runner: Runner
+    takes: list[Role]
+    feed: Feed
+    versions: list[int]
+    unreduced: Deferred
+    call: Event | None
+    freed: bool
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+
+class StepContext(CallContext, Protocol):
+    """Type of autograd's context (``ctx``) of `Step`.
+
+    Attributes:
+        others: saved values that are no tensors, by position; None for tensors.
+        strides: strides of each saved tensor; None unless saved-tensor hooks may change them.
+        changes, listened: results of `Border.watch` and of hooks on outputs, for `Border.check`.
+        loads: rows in the fullest block of each layer of experts with a capacity, to check that they have room.
+    """
+
     others: list[object]
     strides: list[tuple[int, ...]] | None
     changes: Changes
     listened: list[Listened]
-    unreduced: Deferred
-    freed: bool
-    call: Event | None
-    feed: Feed
-    versions: list[int]
     loads: Loads
     _raw_saved_tensors: Sequence[Any]
 
@@ -119,9 +132,45 @@ class StepContext(Protocol):
 
     def maybe_clear_saved_tensors(self) -> None: ...
 
-    def set_materialize_grads(self, value: bool) -> None: ...
 
-    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+def _note_call(ctx: CallContext, runner: Runner, takes: list[Role], feed: Feed, versions: list[int]) -> None:
+    """Sets the attributes of `CallContext` in ``ctx``, at the end of a forward."""
+    ctx.runner, ctx.takes, ctx.feed, ctx.versions = runner, takes, feed, versions
+    ctx.unreduced, ctx.call, ctx.freed = runner.sync.unreduced(), runner.groups.consistency.call, False
+    ctx.set_materialize_grads(False)
+
+
+C = TypeVar("C", bound=CallContext)
+Grads = dict[GradKey, Tensor | None]
+
+
+def _backward(
+    ctx: C,
+    tangents: Sequence[Tensor | None],
+    run: Callable[[C, dict[int, Tensor]], tuple[Sequence[Role], Grads]],
+) -> list[Tensor | None]:
+    """Runs the backward of a call and returns the gradients of ``ctx.feed``. An error is raised on all ranks.
+
+    Args:
+        tangents: gradients of what forward returned, by position.
+        run: computes the gradients, from those of the outputs that have one. Returns (roles of what the backward graph
+            returns, gradients by `GradKey`).
+    """
+    runner = ctx.runner
+    with runner.groups.consistency.shares_errors():
+        if torch.is_grad_enabled():
+            raise twice_differentiated()
+        if ctx.freed:
+            raise backward_again()
+        # Beside parameters in a loss, an output gets its gradient as a DTensor.
+        tangents = [gather(x) if isinstance(x, DTensor) else x for x in tangents]
+        gradients = {index: x for index, x in runner.border.gradients(tangents).items() if x is not None}
+        if not gradients:
+            return [None] * len(ctx.feed)
+        gives, grads = run(ctx, gradients)
+        # Also reduces what earlier backwards left unreduced (`no_sync`).
+        late = runner.reduce_deferred(gives, grads, ctx.unreduced)
+        return list(_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
 
 
 class Step(torch.autograd.Function):
@@ -140,53 +189,37 @@ class Step(torch.autograd.Function):
         # Hooks on saved tensors, which may keep values without their strides.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.strides = [x.stride() if isinstance(x, Tensor) else () for x in saved] if hooked else None
-        ctx.changes, ctx.listened = border.watch(outputs), []
-        ctx.runner, ctx.unreduced, ctx.freed = runner, runner.sync.unreduced(), False
-        ctx.call, ctx.loads = runner.groups.consistency.call, runner.routing.unchecked()
-        ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
-        ctx.versions = list(_versions(runner, feed))
-        ctx.set_materialize_grads(False)
+        ctx.changes, ctx.listened, ctx.loads = border.watch(outputs), [], runner.routing.unchecked()
+        needed = [x if needed else None for x, needed in zip(feed, border.needed, strict=True)]
+        _note_call(ctx, runner, [port.role for port in half.takes], needed, list(_versions(runner, feed)))
         ctx.mark_non_differentiable(*border.without_gradients(outputs))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: StepContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.runner.groups.consistency.shares_errors():
-            return Step._backward(ctx, *tangents)
+        return None, *_backward(ctx, tangents, _run_backward)
 
-    @staticmethod
-    def _backward(ctx: StepContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Runs the backward graph, after a check for in-place changes; returns the gradients of forward's arguments."""
-        runner = ctx.runner
-        if torch.is_grad_enabled():
-            raise twice_differentiated()
-        if ctx.freed:
-            raise backward_again()
-        # Beside parameters in a loss, an output gets its gradient as a DTensor.
-        tangents = tuple(gather(x) if isinstance(x, DTensor) else x for x in tangents)
-        by_index = runner.border.gradients(tangents)
-        used = frozenset(index for index, x in by_index.items() if x is not None)
-        if not used:
-            return (None, *(None for _ in ctx.feed))
-        half = runner.backward_of(used)
-        _check_versions(runner, half, ctx.feed, ctx.versions)
-        runner.border.check(half, used, ctx.changes, ctx.listened)
-        local = _backward_inputs(ctx, half, by_index)
-        # Ranks must agree on these outputs: for other ones the backward has other collectives.
-        if ctx.call is not None:
-            runner.groups.consistency.enter(ctx.call.backward(used))
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.freed, ctx.others = True, []
-            ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
-        if torch.is_anomaly_enabled():
-            runner.check_loads(ctx.loads)  # before the NaN of rows without room are looked for
-        results = runner.run(half, local)
-        runner.check_loads(ctx.loads)
-        grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
-        # Also reduces what earlier backwards left unreduced (`no_sync`).
-        late = runner.reduce_deferred(half.gives, grads, ctx.unreduced)
-        takes = [port.role for port in runner.half(FORWARD).takes]
-        return (None, *_argument_grads(runner, takes, ctx.feed, tangents, grads, late))
+
+def _run_backward(ctx: StepContext, gradients: dict[int, Tensor]) -> tuple[Sequence[Role], Grads]:
+    """Runs the backward graph for outputs with ``gradients``, after a check for in-place changes. Returns the roles of
+    its results, and the results.
+    """
+    runner, used = ctx.runner, frozenset(gradients)
+    half = runner.backward_of(used)
+    _check_versions(runner, half, ctx.feed, ctx.versions)
+    runner.border.check(half, used, ctx.changes, ctx.listened)
+    local = _backward_inputs(ctx, half, gradients)
+    # Ranks must agree on these outputs: for other ones the backward has other collectives.
+    if ctx.call is not None:
+        runner.groups.consistency.enter(ctx.call.backward(used))
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.freed, ctx.others = True, []
+        ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
+    if torch.is_anomaly_enabled():
+        runner.check_loads(ctx.loads)  # before the NaN of rows without room are looked for
+    results = runner.run(half, local)
+    runner.check_loads(ctx.loads)
+    return half.gives, {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
 
 
 def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any]) -> list[object]:
@@ -247,29 +280,15 @@ def _argument_grads(
         _accumulate(param, grad_from_padded(unaliased(grad, occupied), param))
 
 
-class MicrobatchContext(Protocol):
-    """Type of autograd's context (``ctx``) of `StepInMicrobatches`, with the values that a call keeps for its backward.
+class MicrobatchContext(CallContext, Protocol):
+    """Type of autograd's context (``ctx``) of `StepInMicrobatches`. Its ``feed`` is the call's parameters, inputs, and
+    buffers that it does not change.
 
     Attributes:
         step: the call; None once its backward has run, without ``retain_graph``.
-        runner: runs the program.
-        takes, feed: roles and values of the call's parameters, inputs, and buffers that it does not change.
-        versions: version counters of ``feed`` at the call.
-        unreduced: the gradients that the backward leaves unreduced.
-        call: event of the module call.
     """
 
     step: Microstep | None
-    runner: Runner
-    takes: list[Role]
-    feed: Feed
-    versions: list[int]
-    unreduced: Deferred
-    call: Event | None
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
 
 
 class StepInMicrobatches(torch.autograd.Function):
@@ -279,58 +298,44 @@ class StepInMicrobatches(torch.autograd.Function):
     def forward(
         ctx: MicrobatchContext, runner: Runner, step: Callable[[], Microstep], takes: list[Role], *feed: Any
     ) -> tuple[object, ...]:
-        ctx.step, ctx.runner, ctx.takes, ctx.feed = step(), runner, takes, feed
+        ctx.step, program = step(), runner.program
         with torch._C.DisableTorchFunctionSubclass():
-            ctx.versions = list(map(version_of, feed))
-        ctx.unreduced = runner.sync.unreduced()
-        ctx.call = runner.groups.consistency.call
-        outputs = _unaliased_outputs(runner.program, ctx.step, takes, feed)
-        roles = zip(outputs, runner.program.outputs, strict=True)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(
-                x
-                for x, role in roles
-                if isinstance(x, Tensor) and not (role.kind == "output" and role.index in runner.program.tangents)
-            )
-        )
+            versions = list(map(version_of, feed))
+        _note_call(ctx, runner, takes, feed, versions)
+        outputs = _unaliased_outputs(program, ctx.step, takes, feed)
+        with_gradient = {("output", index) for index in program.tangents}
+        without = [
+            x for x, role in zip(outputs, program.outputs, strict=True) if (role.kind, role.index) not in with_gradient
+        ]
+        ctx.mark_non_differentiable(*(x for x in without if isinstance(x, Tensor)))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.runner.groups.consistency.shares_errors():
-            return StepInMicrobatches._backward(ctx, *tangents)
+        return None, None, None, *_backward(ctx, tangents, _run_backward_of_microbatches)
 
-    @staticmethod
-    def _backward(ctx: MicrobatchContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of forward's arguments. If only the loss is used, they are those that forward has
-        computed, times the tangent; otherwise the microbatches run again.
-        """
-        runner, program, step = ctx.runner, ctx.runner.program, ctx.step
-        if torch.is_grad_enabled():
-            raise twice_differentiated()
-        if step is None:
-            raise backward_again()
-        tangents = tuple(gather(x) if isinstance(x, DTensor) else x for x in tangents)
-        indices = [role.index if role.kind == "output" else None for role in program.outputs]
-        used = {at: x for at, x in zip(indices, tangents, strict=True) if at is not None and x is not None}
-        if not used:
-            return (None, None, None, *(None for _ in ctx.feed))
-        if ctx.call is not None:
-            runner.groups.consistency.enter(ctx.call.backward(frozenset(used)))
-        if not step.has_gradients(used):
-            # The microbatches run again, so parameters and inputs must still have their values of then.
-            for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
-                if (now := version_of(x)) != before:
-                    raise changed(role, before, now)
-            with runner.groups.consistency.compiles():  # a program from the store is captured for it
-                program.using(frozenset(used))
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        grads = step.grads({at: x.contiguous() for at, x in used.items()}, keeps)
-        ctx.step = step if keeps else None
-        gives = [role for half in program.step() if half.kind == BACKWARD for role in half.gives]
-        late = runner.reduce_deferred(gives, grads, ctx.unreduced)
-        return (None, None, None, *_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
+
+def _run_backward_of_microbatches(ctx: MicrobatchContext, gradients: dict[int, Tensor]) -> tuple[Sequence[Role], Grads]:
+    """Returns the roles and the gradients of what backward computes. If only the loss has a gradient, they are those
+    that forward has computed, times that gradient; otherwise the microbatches run again.
+    """
+    runner, program, step, used = ctx.runner, ctx.runner.program, ctx.step, frozenset(gradients)
+    assert step is not None  # as `ctx` is not freed
+    if ctx.call is not None:
+        runner.groups.consistency.enter(ctx.call.backward(used))
+    if not step.has_gradients(gradients):
+        # The microbatches run again, so parameters and inputs must still have their values of then.
+        for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
+            if (now := version_of(x)) != before:
+                raise changed(role, before, now)
+        with runner.groups.consistency.compiles():  # a program from the store is captured for it
+            program.using(used)
+    keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+    grads = step.grads({index: x.contiguous() for index, x in gradients.items()}, keeps)
+    if not keeps:
+        ctx.step, ctx.freed = None, True
+    gives = [role for half in program.step() if half.kind == BACKWARD for role in half.gives]
+    return gives, grads
 
 
 def _without_rows(device: torch.device, value: Value) -> Tensor:

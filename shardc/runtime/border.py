@@ -217,11 +217,13 @@ class Border:
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
         """Maps the index of each model output to its gradient or None. ``tangents`` has, by position, the gradients of
-        the tensors that `split_results` returned. The gradient of a base tensor is split among the outputs that are its
-        views.
+        the outputs and base tensors that forward returned. The gradient of a base tensor is split among the outputs
+        that are its views.
         """
         by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
-        for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
+        # A call in microbatches makes no views.
+        bases = self._views[self.half(FORWARD)].bases if self._views else ()
+        for base, grad in zip(bases, tangents[self.count :], strict=True):
             if grad is not None:
                 by_output |= {self.program.outputs[at].index: x for at, x in base.gradients(grad)}
         return by_output

@@ -18,7 +18,7 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -102,20 +102,20 @@ class ParamLocation:
         return placed.pin_memory() if pin else placed
 
 
-class _Copy(dist.Work):
-    """Work handle of an asynchronous copy. The first ``wait()`` calls ``arrive``, which waits for the copy, then
-    drops ``keep``, the tensors that had to live until then.
+class Completion(dist.Work):
+    """Work handle of an asynchronous operation. The first ``wait()`` calls ``finish``, which waits for the operation,
+    then drops ``keep``, the tensors that had to live until then.
     """
 
-    def __init__(self, arrive: Callable[[], None], keep: tuple[Tensor, ...]) -> None:
+    def __init__(self, finish: Callable[[], None], keep: Sequence[Tensor]) -> None:
         super().__init__()
-        self._arrive: Callable[[], None] | None = arrive
+        self._finish: Callable[[], None] | None = finish
         self._keep = keep
 
     def wait(self, timeout: object = None) -> bool:
-        arrive, self._arrive = self._arrive, None
-        if arrive is not None:
-            arrive()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         self._keep = ()
         return True
 
@@ -136,7 +136,7 @@ def _to_device(x: Tensor, device: str) -> Tensor:
         done = copies.record_event()
     # Until then the host memory must not change: `settle` waits for it.
     _reading().append(done)
-    _register_work(copied, _Copy(lambda: module.current_stream().wait_event(done), (x, copied)))
+    _register_work(copied, Completion(lambda: module.current_stream().wait_event(done), (x, copied)))
     return copied
 
 
@@ -159,9 +159,9 @@ def _to_host(x: Tensor, read: bool = True) -> Tensor:
     if read:
         # Nothing else keeps `x` until the copy is done: its memory is reused only after that.
         x.record_stream(copies)
-        _register_work(copied, _Copy(done.synchronize, (copied,)))
+        _register_work(copied, Completion(done.synchronize, (copied,)))
     else:
-        _register_work(copied, _Copy(lambda: module.current_stream().wait_event(done), (x, copied)))
+        _register_work(copied, Completion(lambda: module.current_stream().wait_event(done), (x, copied)))
     return copied
 
 

@@ -22,7 +22,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.repeat import cut
 from shardc.lower.collective_calls import only_calls
-from shardc.runtime.gloo import direct
+from shardc.runtime.host import Completion
 from tests.ranks import run_ranks
 
 WIDTH, DEPTH = 32, 8
@@ -141,7 +141,7 @@ def a_fault_is_of_its_own_block(**options: Any) -> None:
     module(x).backward()
     (program,) = module.shardc.programs.values()
     starts = [node for node in program.forward.graph.nodes if collective_kind(node) is not None]
-    made, wait, count = direct._MessageWork.__init__, direct._MessageWork.wait, [0]
+    made, wait, count = Completion.__init__, Completion.wait, [0]
     broken = len(starts) // 2
 
     def counted(self: Any, *args: Any) -> None:
@@ -154,7 +154,7 @@ def a_fault_is_of_its_own_block(**options: Any) -> None:
             raise RuntimeError("the cable is out")
         return done
 
-    direct._MessageWork.__init__, direct._MessageWork.wait = counted, fails  # type: ignore[method-assign]
+    Completion.__init__, Completion.wait = counted, fails  # type: ignore[method-assign]
     try:
         module(x)
     except CollectiveError as error:
@@ -163,7 +163,7 @@ def a_fault_is_of_its_own_block(**options: Any) -> None:
     else:
         raise AssertionError("nothing failed")
     finally:
-        direct._MessageWork.__init__, direct._MessageWork.wait = made, wait  # type: ignore[method-assign]
+        Completion.__init__, Completion.wait = made, wait  # type: ignore[method-assign]
 
 
 def each_graph_is_compiled_by_one_rank() -> None:

@@ -28,6 +28,7 @@ from shardc._compat import timeout_of
 from shardc.ir.arena import LARGEST, Packing
 from shardc.ir.comm import IN_MESSAGES, is_ring
 from shardc.runtime.gloo.buffers import empty, lend, let_compute_first
+from shardc.runtime.host import Completion
 from shardc.runtime.shards import COMBINE
 
 # Differs from tags of the user's messages on the same groups.
@@ -142,38 +143,6 @@ def prepare(graph: fx.Graph) -> None:
         let_compute_first()
 
 
-class _MessageWork(dist.Work):
-    """Work handle of a collective that runs as direct messages: ``wait()`` waits for all of them.
-
-    Args:
-        messages: handles to wait for.
-        keep: tensors to keep alive until then.
-        finish: called after the last message.
-        timeout: of the wait for each message.
-    """
-
-    def __init__(
-        self,
-        messages: Sequence[dist.Work],
-        keep: Sequence[Tensor],
-        finish: Callable[[], None],
-        timeout: timedelta = _OWN,
-    ) -> None:
-        super().__init__()
-        self._messages, self._keep, self._timeout = messages, keep, timeout
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self, timeout: object = None) -> bool:
-        messages, self._messages = self._messages, ()
-        for message in messages:
-            message.wait(self._timeout)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        self._keep = ()
-        return True
-
-
 def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
     """Implements ``all_gather_into_tensor_coalesced`` on CPU ranks by direct messages."""
     group, rank, peers = _group(group_name)
@@ -194,7 +163,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
             came = mail.unpacked(peer, flat)
             torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
-    return _attach_work(gathered, _MessageWork(mail.messages, [*inputs, *mail.packs], unpack, timeout_of(group)))
+    return _attach_work(gathered, mail.messages, [*inputs, *mail.packs], unpack, timeout_of(group))
 
 
 def _reduce_scatter(
@@ -226,7 +195,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
         if reduce_op == "avg":
             flat.div_(group.size())
 
-    return _attach_work(reduced, _MessageWork([group.allreduce([lent], options)], [flat], finish))
+    return _attach_work(reduced, [group.allreduce([lent], options)], [flat], finish)
 
 
 def _start_reduction(
@@ -270,7 +239,7 @@ def _start_reduction(
             if op == "avg":
                 total.div_(ranks)
 
-    return _attach_work(results, _MessageWork(mail.messages, [*terms, *mail.packs], finish, timeout_of(group)))
+    return _attach_work(results, mail.messages, [*terms, *mail.packs], finish, timeout_of(group))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
@@ -280,8 +249,26 @@ def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
-def _attach_work(results: list[Tensor], work: _MessageWork) -> list[Tensor]:
-    """Makes ``wait_tensor`` of each of ``results`` wait for ``work``; returns ``results``."""
+def _attach_work(
+    results: list[Tensor],
+    messages: Sequence[dist.Work],
+    keep: Sequence[Tensor],
+    finish: Callable[[], None],
+    timeout: timedelta = _OWN,
+) -> list[Tensor]:
+    """Makes ``wait_tensor`` of each of ``results`` wait for ``messages``, then call ``finish``; returns ``results``.
+
+    Args:
+        keep: tensors to keep alive until then.
+        timeout: of the wait for each message.
+    """
+
+    def wait() -> None:
+        for message in messages:
+            message.wait(timeout)
+        finish()
+
+    work = Completion(wait, keep)
     for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
         _register_work(storage, work)
     return results
@@ -362,7 +349,7 @@ def _send_by_messages(
             for place, part in zip(places, parts, strict=True):
                 _bytes_into(place, part)
 
-    return _attach_work(received, _MessageWork(messages, alive, finish, timeout_of(group)))
+    return _attach_work(received, messages, alive, finish, timeout_of(group))
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:
@@ -382,7 +369,7 @@ def _send_by_all_to_all(
         dist.all_to_all_single(to[: sum(comes)], x[: sum(goes)].contiguous(), comes, goes, group, async_op=True)
         for to, x in zip(received, inputs, strict=True)
     ]
-    return _attach_work(received, _MessageWork(works, inputs, lambda: None))
+    return _attach_work(received, works, inputs, lambda: None)
 
 
 _KERNELS: dict[str, Callable[..., list[Tensor]]] = {"CPU": _send_by_messages, "CUDA": _send_by_all_to_all}
