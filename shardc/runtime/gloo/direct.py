@@ -68,7 +68,7 @@ def packing_of(rows: Sequence[Tensor]) -> Packing:
     """Decides which of ``rows``, the tensors for one peer, share a message. Returns a `Packing` with their offsets in
     it.
     """
-    return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
+    return Packing.of([(row.dtype, row.nbytes) for row in rows])
 
 
 def exchange(
@@ -215,11 +215,10 @@ def _start_reduction(
     # The first peer's term is received into the result, others into buffers; packed tensors need neither.
     alone = [at for at in range(len(results)) if at not in packing.offsets]
     into: dict[int, dict[int, Tensor]] = {}
-    for number, at in enumerate(alone if ranks > 2 else ()):
-        beside = empty(slots, len(results) + number, results[at], (ranks - 2, results[at].numel()))
-        into[at] = dict(zip(peers[1:], beside, strict=True))
-    for at in alone:
-        into.setdefault(at, {})[peers[0]] = results[at].view(-1)
+    for number, at in enumerate(alone):
+        size = results[at].numel()
+        buffers = empty(slots, len(results) + number, results[at], (ranks - 2, size)) if ranks > 2 else ()
+        into[at] = dict(zip(peers, (results[at].view(-1), *buffers), strict=True))
     # The slots are those of the results, then of the buffers, then of the shared messages.
     wires = len(results) + (len(alone) if ranks > 2 else 0)
     mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
@@ -303,7 +302,7 @@ def _share_message(parts: Sequence[Tensor]) -> bool:
     """Whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and they are
     small in total.
     """
-    return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
+    return len(parts) > 1 and sum(x.nbytes for x in parts) <= LARGEST
 
 
 def _send_by_messages(
@@ -323,38 +322,32 @@ def _send_by_messages(
     alive = list(inputs)  # memory that messages read until they are done
     unpack: list[tuple[Tensor, list[Tensor]]] = []
     for peer in peers:
-        if not comes[peer][0].numel():
+        places = comes[peer]
+        if not places[0].numel():
             continue
-        if _share_message(comes[peer]):
-            size = sum(x.numel() * x.element_size() for x in comes[peer])
-            pack = torch.empty(size, dtype=torch.uint8)
-            unpack.append((pack, comes[peer]))
-            messages.append(group.recv([pack], peer, _TAG))
-        else:
-            messages += [group.recv([x], peer, _TAG) for x in comes[peer]]
+        if _share_message(places):
+            pack = torch.empty(sum(x.nbytes for x in places), dtype=torch.uint8)
+            unpack.append((pack, places))
+            places = [pack]
+        messages += [group.recv([x], peer, _TAG) for x in places]
     for peer in peers:
-        if not goes[peer][0].numel():
+        parts = goes[peer]
+        if not parts[0].numel():
             continue
-        if _share_message(goes[peer]):
-            alive.append(torch.cat([_bytes(x) for x in goes[peer]]))
-            messages.append(group.send([alive[-1]], peer, _TAG))
-        else:
-            messages += [group.send([x], peer, _TAG) for x in goes[peer]]
+        if _share_message(parts):
+            parts = [torch.cat([_bytes(x) for x in parts])]
+            alive += parts
+        messages += [group.send([x], peer, _TAG) for x in parts]
     for to, of in zip(comes[rank], goes[rank], strict=True):
         to.copy_(of)
 
     def finish() -> None:
         for pack, places in unpack:
-            parts = pack.split([x.numel() * x.element_size() for x in places])
-            for place, part in zip(places, parts, strict=True):
-                _bytes_into(place, part)
+            for place, part in zip(places, pack.split([x.nbytes for x in places]), strict=True):
+                # The copy starts at an address that fits the dtype.
+                place.copy_(part.clone().view(place.dtype).view(place.shape))
 
     return _attach_work(received, messages, alive, finish, timeout_of(group))
-
-
-def _bytes_into(place: Tensor, part: Tensor) -> None:
-    """Copies ``part``, the bytes of a tensor, into ``place``."""
-    place.copy_(part.clone().view(place.dtype).view(place.shape))
 
 
 def _send_by_all_to_all(
