@@ -231,15 +231,16 @@ METHODS: dict[str, object] = {
 aten = torch.ops.aten
 pytree = _compat.pytree
 
+# Correct for `_StridedShard`, besides pointwise ops.
+_STRIDED = owned_ops.COPIES | {
+    aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default,
+}  # fmt: skip
 # Correct for any shards, also uneven and empty ones.
-_ANY_SHARDS = {
+_ANY_SHARDS = _STRIDED | {
     aten.sum.default, aten.sum.dim_IntList, aten.linalg_vector_norm.default, aten._foreach_norm.Scalar,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
-    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.detach.default, aten.alias.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.t.default, aten.transpose.int, aten.permute.default,
     aten.unsqueeze.default, aten.stack.default, aten.select.int, aten.slice.Tensor, aten.expand.default,
-    aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default,
     aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.tensor_lr,
 }  # fmt: skip
 # Sums over a split dim are rounded once per rank and once more in their sum. Iterations such as Muon's enlarge that.
@@ -253,13 +254,6 @@ _EVEN_SHARDS = {
 }  # fmt: skip
 # Correct if all operands have the same pending reduction.
 _PENDING = {aten.stack.default, aten.add.Tensor, aten.sum.default}
-# Correct for `_StridedShard`, besides pointwise ops.
-_STRIDED = {
-    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.detach.default, aten.alias.default, aten._fused_adam_.default, aten._fused_adamw_.default,
-    aten._fused_sgd_.default, aten._fused_adagrad_.default,
-}  # fmt: skip
 # Ops with DTensor handlers that run before any rule.
 _HANDLED = (
     aten.argmin.default, aten.argmax.default, aten.as_strided.default, aten.copy_.default, aten.convolution.default,

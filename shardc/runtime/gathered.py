@@ -89,7 +89,7 @@ def _write_items(self: DTensor, fqn: str, value: object) -> list[WriteItem]:
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     boxes = _boxes(self)
-    if len(boxes) == 1:
+    if len(boxes) <= 1:
         return _original["__create_write_items__"](self, fqn, value)
     properties = TensorProperties.create_from_tensor(self._local_tensor)
     return [
@@ -115,7 +115,7 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
     boxes: returns the box that starts at the offset of ``index``.
     """
     boxes = _boxes(self)
-    if len(boxes) == 1:
+    if len(boxes) <= 1:
         return _original["__get_tensor_shard__"](self, index)
     return next(self._local_tensor[where] for where, chunk in boxes if chunk.offsets == index.offset)
 
@@ -124,13 +124,12 @@ def _boxes(tensor: DTensor) -> list[Box]:
     """Splits this rank's shard into boxes, parts that are contiguous in the global tensor in every dim. Returns
     (slices of the local tensor, chunk with global offsets and sizes) for each.
 
-    Without strided placements, one entry stands for the shard: (), and a chunk that DTensor's own hooks ignore.
+    Returns [] without strided placements: the shard is one box, of which DTensor's own hooks know.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if not _is_strided(tensor):
-        whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
-        return [((), whole)]
+        return []
     runs = [list(_runs(index)) for index in box_indices(tensor)]
     return [
         (
@@ -233,8 +232,7 @@ class ReplicatedSpec(DTensorSpec):
 
 def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
     """Returns the `ReplicatedSpec` of ``whole``, which is the same on every rank."""
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    spec = _compat.dtensor_spec(device_mesh, (Replicate(),) * device_mesh.ndim, meta)
+    spec = _spec_of(whole, device_mesh, (Replicate(),) * device_mesh.ndim)
     ReplicatedSpec.mark(spec)
     return spec
 
@@ -272,9 +270,12 @@ def shard_of(x: DTensor, whole: Tensor) -> Tensor:
 
 def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
     """Returns ``whole``, an unsharded tensor, as a DTensor in the layout of ``x``, which must have no pending sums."""
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
-    return DTensor(shard_of(x, whole), spec, requires_grad=False)
+    return DTensor(shard_of(x, whole), _spec_of(whole, x.device_mesh, x.placements), requires_grad=False)
+
+
+def _spec_of(whole: Tensor, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """Returns the spec of a DTensor with ``placements`` and the global shape and strides of ``whole``."""
+    return _compat.dtensor_spec(device_mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype))
 
 
 def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: OpOverload) -> None:

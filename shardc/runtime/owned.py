@@ -197,7 +197,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
         ctx.placements, mesh, local = x.placements, x.device_mesh, x._local_tensor
-        spec = _spec(x, everywhere(x.placements))
+        spec = spec_like(x, everywhere(x.placements))
         shape, _ = compute_local_shape_and_global_offset(x.shape, mesh, spec.placements, skip_offset=True)
         owned = [(dim, placement) for dim, placement in enumerate(x.placements) if isinstance(placement, Owned)]
         for at, (mesh_dim, placement) in enumerate(owned):
@@ -223,13 +223,13 @@ class _Confine(torch.autograd.Function):
         assert coordinate is not None
         owns = all(at == p.owner for at, p in zip(coordinate, placements, strict=True) if isinstance(p, Owned))
         local = x._local_tensor.detach().clone() if owns else x._local_tensor.new_empty((0, *x._local_tensor.shape[1:]))
-        return DTensor(local, _spec(x, placements), requires_grad=x.requires_grad)
+        return DTensor(local, spec_like(x, placements), requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         return grad.redistribute(placements=ctx.placements), None
 
 
-def _spec(x: DTensor, placements: Placements) -> DTensorSpec:
-    """Returns the spec of a tensor of the shape of ``x`` with ``placements``."""
-    return _compat.dtensor_spec(x.device_mesh, placements, TensorMeta(x.shape, x.stride(), x.dtype))
+def spec_like(x: DTensor, placements: Placements, dtype: torch.dtype | None = None) -> DTensorSpec:
+    """Returns the spec of a tensor of the shape and, by default, the dtype of ``x`` with ``placements``."""
+    return _compat.dtensor_spec(x.device_mesh, placements, TensorMeta(x.shape, x.stride(), dtype or x.dtype))

@@ -18,7 +18,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
@@ -26,16 +25,18 @@ from shardc._compat import PyTree
 from shardc.errors import LayoutError
 from shardc.ir.op_traits import draws
 from shardc.runtime.gathered import ReplicatedSpec, replicated, written
+from shardc.runtime.owned import spec_like
 
 aten = torch.ops.aten
 pytree = _compat.pytree
 
-# Each element of the results depends on those at its place, or on none, besides pointwise ops.
-_ELEMENTWISE = {
-    aten.clone.default, aten._to_copy.default, aten.fill_.Scalar, aten.zero_.default, aten.zeros_like.default,
-    aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.detach.default, aten.alias.default,
-    aten.lift_fresh.default, aten.copy_.default,
+# Copies, fills and factories: each element of the results depends on the one at its place, or on none.
+COPIES = {
+    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.detach.default, aten.alias.default,
 }  # fmt: skip
+_ELEMENTWISE = COPIES | {aten.lift_fresh.default}  # besides pointwise ops
 _LISTS = ("aten::_foreach_", "aten::_fused_")  # ops that treat the tensors at one place of their lists together
 _REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 
@@ -115,8 +116,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
     def wrapped(x: Tensor, first: Tensor) -> Tensor:
         if id(x) in operands or not isinstance(first, DTensor):
             return operands.get(id(x), x)
-        meta = TensorMeta(first.shape, first.stride(), x.dtype)
-        spec = _compat.dtensor_spec(first.device_mesh, first.placements, meta)
+        spec = spec_like(first, first.placements, x.dtype)
         ReplicatedSpec.mark(spec)
         return DTensor(x, spec, requires_grad=False)
 
