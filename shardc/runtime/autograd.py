@@ -24,7 +24,7 @@ from shardc.runtime.border import Changes, Listened, read_only
 from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
-from shardc.runtime.loops import Loops, Microstep, Results
+from shardc.runtime.loops import Argument, Loops, Microstep, Results
 from shardc.runtime.read_only import ReadOnly, version_of
 from shardc.runtime.routing import Loads
 from shardc.runtime.stage_link import StageLink
@@ -350,16 +350,61 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     program = runner.program
     grad = torch.is_grad_enabled() and program.trains
     argument = runner.arguments(inputs)
-    by_name = dict(zip((name for name, _ in program.inputs), inputs, strict=True))
+    run_step = _microbatch_runner(runner, inputs, argument)
 
-    # A value is one tensor here; in a simulation, for which `Loops` is written too, it is one per rank.
-    def map_ranks(function: Callable[..., Any], *values: Any) -> Any:
-        return function(*values)
+    def step() -> Microstep:
+        """Runs all microbatches of the call, and returns outputs and gradients as a `Microstep`. Raises InputError if
+        a layer of experts exceeded its capacity.
+        """
+        computed = Microstep(program, run_step, grad, _on_this_rank)
+        runner.check_loads(runner.routing.unchecked())
+        return computed
+
+    ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
+    # Autograd's node takes the tensors that the call reads and does not change.
+    changed_buffers = {("buffer", role.name) for role in program.outputs if role.kind == "buffer"}
+    unchanged = [
+        port
+        for key, port in ports.items()
+        if key[0] in ("param", "buffer", "input") and key not in changed_buffers and isinstance(port.example, Tensor)
+    ]
+    takes, feed = [port.role for port in unchanged], runner.feed(unchanged, inputs)
+    for (kind, _), port in ports.items():
+        if kind == "key":
+            argument(port, 0)  # a collective, which all ranks start here: stages reach their draws at other times
+    if grad:
+        results = list(StepInMicrobatches.apply(runner, step, takes, *feed))
+    else:
+        with torch.no_grad():
+            results = _unaliased_outputs(program, step(), takes, feed)
+    _update_buffers(runner, results)
+    # From now on a read-only output raises if the tensor that it is a copy of is changed.
+    for x in results:
+        if isinstance(x, ReadOnly):
+            x.shared.note()
+    return _tree(program, results)
+
+
+def _on_this_rank(function: Callable[..., Any], *values: Any) -> Any:
+    """Calls ``function`` for each rank of this process, of which there is one: a value is one tensor. In a simulation,
+    for which `Loops` is written too, it is one per rank.
+    """
+    return function(*values)
+
+
+def _microbatch_runner(
+    runner: Runner, inputs: list[Tensor], argument: Argument
+) -> Callable[[Executable, bool, Mapping[int, Any]], Results]:
+    """Returns a function that runs forward and backward of each microbatch of a call, for a variant of the runner's
+    program: by `Loops`, or by `StageLoops` for this rank's stages of a pipeline.
+
+    Args:
+        inputs: local inputs of the call.
+        argument: result of `Runner.arguments`.
+    """
+    by_name = dict(zip((name for name, _ in runner.program.inputs), inputs, strict=True))
 
     def run_step(program: Executable, training: bool, tangents: Mapping[int, Any]) -> Results:
-        """Runs forward and backward of each microbatch, by `Loops`, or by `StageLoops` for this rank's stages of a
-        pipeline.
-        """
         running, forwards = runner.using(program), 0
 
         def run(half: Half, feed: list[Any]) -> Sequence[Any]:
@@ -369,42 +414,16 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
             return running.run(half, feed, adds_tokens=forwards > 1)
 
         if not program.stage_ranks:
-            return Loops(program, run, argument, by_name, map_ranks).run_step(training, tangents)
+            return Loops(program, run, argument, by_name, _on_this_rank).run_step(training, tangents)
         link = StageLink(runner.groups, program, runner.spec.device)
         loops = StageLoops(
-            program, run, argument, by_name, map_ranks,
+            program, run, argument, by_name, _on_this_rank,
             rank=runner.groups.stage, link=link, prepare=running.prepare,
             absent=partial(_without_rows, runner.spec.device),
         )  # fmt: skip
         return loops.run_step(training, tangents)
 
-    def step() -> Microstep:
-        """Runs all microbatches of the call, and returns outputs and gradients as a `Microstep`. Raises InputError if
-        a layer of experts exceeded its capacity.
-        """
-        computed = Microstep(program, run_step, grad, map_ranks)
-        runner.check_loads(runner.routing.unchecked())
-        return computed
-
-    ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
-    changes = {("buffer", role.name) for role in program.outputs if role.kind == "buffer"}
-    read = [port for key, port in ports.items() if key[0] in ("param", "buffer", "input") and key not in changes]
-    named = [port for port in read if isinstance(port.example, Tensor)]
-    feed = runner.feed(named, inputs)
-    for key, port in ports.items():
-        if key[0] == "key":
-            argument(port, 0)  # a collective, which all ranks start here: stages reach their draws at other times
-    if grad:
-        results = list(StepInMicrobatches.apply(runner, step, [port.role for port in named], *feed))
-    else:
-        with torch.no_grad():
-            results = _unaliased_outputs(program, step(), [port.role for port in named], feed)
-    _update_buffers(runner, results)
-    # From now on a read-only output raises if the tensor that it is a copy of is changed.
-    for x in results:
-        if isinstance(x, ReadOnly):
-            x.shared.note()
-    return _tree(program, results)
+    return run_step
 
 
 def _unaliased_outputs(program: Executable, step: Microstep, takes: Sequence[Role], feed: Feed) -> list[Any]:

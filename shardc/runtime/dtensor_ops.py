@@ -97,14 +97,14 @@ def _set_state(self: DTensor, state: object) -> None:
     if part == current:
         return
     raise LayoutError(
-        f"a tensor of shape {list(self.shape)} in this file is shard {_shown(part)}, and rank {dist.get_rank()} has "
-        f"shard {_shown(current)}",
+        f"a tensor of shape {list(self.shape)} in this file is shard {_part_text(part)}, and rank {dist.get_rank()} "
+        f"has shard {_part_text(current)}",
         fix="save module.full_state_dict(rank0_only=True) on the first rank, which every rank can load; or save and "
         "load with torch.distributed.checkpoint on all ranks; or let each rank load the file that it saved",
     )
 
 
-def _shown(part: Part | None) -> str:
+def _part_text(part: Part | None) -> str:
     """Returns a mesh position as text: ``0 of 2 along dp, 1 of 4 along tp``, or "none"."""
     return "none" if part is None else ", ".join(f"{at} of {size} along {name}" for name, size, at in part)
 
@@ -279,7 +279,7 @@ def install(device_mesh: DeviceMesh) -> None:
 
 
 def _accept_plain_tensors() -> None:
-    """Makes DTensor accept plain tensors beside DTensors, on meshes of compiled modules (see `_computed`)."""
+    """Makes DTensor accept plain tensors beside DTensors, on meshes of compiled modules (see `_corrected_result`)."""
     dispatcher: Any = DTensor._op_dispatcher
     of_dtensor = dispatcher._try_replicate_spec_for_scalar_tensor
 
@@ -300,7 +300,7 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``of_dtensor``, DTensor's sharding propagation, so that ops on meshes of compiled modules give one device's
     result.
 
-    It returns the op's sharding, by which DTensor then runs it, or the op's result, if `_computed` gives one.
+    It returns the op's sharding, by which DTensor then runs it, or the op's result, if `_corrected_result` gives one.
     """
 
     def propagate(
@@ -314,7 +314,7 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
                 return result
         if mesh not in meshes or _is_traced(args):
             return of_dtensor(op, args, kwargs, info, try_cache)
-        if (result := _computed(op, args, kwargs, specs, mesh)) is not NotImplemented:
+        if (result := _corrected_result(op, args, kwargs, specs, mesh)) is not NotImplemented:
             return result
         try:
             sharding = of_dtensor(op, args, kwargs, info, try_cache)
@@ -329,7 +329,7 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
     return propagate
 
 
-def _computed(
+def _corrected_result(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], specs: list[DTensorSpec], mesh: DeviceMesh
 ) -> object:
     """Computes an op that DTensor may get wrong, and returns its result. NotImplemented if DTensor gets it right.
@@ -526,41 +526,38 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     if op.is_view and isinstance(first, DTensor):
         return view_of(first, op, args, kwargs)
     writes = list(written(op, args, kwargs))
-    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-    check_equal([x for x in leaves if not _is_in(x, writes)], mesh, op)
-    wholes: dict[int, Tensor] = {}
+    plain = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    check_equal([x for x in plain if not _is_in(x, writes)], mesh, op)
+    wholes: dict[int, Tensor] = {}  # id of a DTensor -> its gathered values
 
     def whole(x: object) -> object:
         if not isinstance(x, DTensor):
             return x
         if id(x) not in wholes:
-            reduce_pending(x)
-            wholes[id(x)] = gather(x)
+            wholes[id(x)] = gather(reduce_pending(x))
         return wholes[id(x)]
 
     result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
-    random = draws(op)
-    if random:
+    if draws(op):
         drawn = [wholes.get(id(y), y) for y in writes] or pytree.tree_leaves(result)
-        for x in (x for x in drawn if isinstance(x, Tensor)):
-            broadcast(x, mesh)
-    for x in writes:
-        if not isinstance(x, DTensor):
-            continue
+        for x in drawn:
+            if isinstance(x, Tensor):
+                broadcast(x, mesh)
+    written_shards = [x for x in writes if isinstance(x, DTensor)]
+    for x in written_shards:
         if torch.Tag.inplace_view in op.tags and all(p.is_replicate() for p in x.placements):
             x._local_tensor, x._spec = wholes[id(x)], replicated_spec(wholes[id(x)], mesh)
             return return_and_correct_aliasing(op, args, kwargs, x)  # which changes the shape of `x` in place
         scatter_into(x, wholes[id(x)])
-    originals = {id(wholes[id(x)]): x for x in writes if id(x) in wholes}
+    originals = {id(wholes[id(x)]): x for x in written_shards}
+    like = first if draws(op) and isinstance(first, DTensor) else None
 
     def wrap(x: object) -> object:
         if not isinstance(x, Tensor) or _is_in(x, writes):
             return x
         if id(x) in originals:
             return originals[id(x)]
-        if random and isinstance(first, DTensor) and x.shape == first.shape:
-            return scattered_like(first, x)
-        return replicated(x, mesh)
+        return scattered_like(like, x) if like is not None and x.shape == like.shape else replicated(x, mesh)
 
     return pytree.tree_map(wrap, result)
 

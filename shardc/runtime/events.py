@@ -108,11 +108,11 @@ def call_event(
     """
     uneven = iter(row_axes)
     inputs = [
-        (f"input {name!r}", _shown(x, leaf, isinstance(x, Tensor) and bool(next(uneven, ()))))
+        (f"input {name!r}", _argument_text(x, leaf, isinstance(x, Tensor) and bool(next(uneven, ()))))
         for name, x, leaf in zip(call.names, leaves, call.leaves, strict=True)
     ]
-    around = [(name.replace("_", " "), _state(value)) for name, value in call.surroundings._asdict().items()]
-    modes = [(field.name, _runs(getattr(call.mode, field.name))) for field in fields(call.mode)]
+    around = [(name.replace("_", " "), _setting_text(value)) for name, value in call.surroundings._asdict().items()]
+    modes = [(field.name, _run_lengths(getattr(call.mode, field.name))) for field in fields(call.mode)]
     gradients = "recorded" if torch.is_grad_enabled() else "not recorded"
     left = ", ".join(sorted(deferred.whole)) or "nothing"
     left += "".join(f", {name} over replicas" for name in sorted(deferred.scattered))
@@ -140,18 +140,18 @@ def program_event(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: 
     """
     # A saved value is named after its node, and a stored graph does not keep node names.
     texts = {name: re.sub(r"(?m)^(  saved(?: #\d+)?) \S+ =", r"\1 =", dump(gm, mesh)) for name, gm in graphs.items()}
-    code = [(f"the {name} graph", texts[name] + "\n".join(_constants(gm))) for name, gm in graphs.items()]
+    code = [(f"the {name} graph", texts[name] + "\n".join(_constant_lines(gm))) for name, gm in graphs.items()]
     return Event((("event", "compiled program"), ("collectives", certificate), *code))
 
 
-def _constants(gm: fx.GraphModule) -> list[str]:
+def _constant_lines(gm: fx.GraphModule) -> list[str]:
     """Returns one line for each constant tensor of a graph: its name and fingerprint."""
     targets = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
     constants = [(name, attrgetter(name)(gm)) for name in sorted(targets)]
     return [f"{name} = {fingerprint(x):x}" for name, x in constants if isinstance(x, Tensor)]
 
 
-def _shown(x: object, constant: Like | Constant, any_rows: bool) -> str:
+def _argument_text(x: object, constant: Like | Constant, any_rows: bool) -> str:
     """Returns argument ``x`` of a call as text: a tensor's shape (with "any" rows if ``any_rows``) and dtype, or a
     value. ``constant`` is its description in the call's signature.
     """
@@ -164,7 +164,7 @@ def _shown(x: object, constant: Like | Constant, any_rows: bool) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
 
 
-def _runs(values: object) -> str:
+def _run_lengths(values: object) -> str:
     """Returns a value as text; a tuple is run-length encoded: ``True x 3, False``."""
     if not isinstance(values, tuple):
         return repr(values)
@@ -311,7 +311,7 @@ def different_waits(rank: int, where: str, other: int, does: Lines) -> MeshError
     )
 
 
-def _state(value: object) -> str:
+def _setting_text(value: object) -> str:
     """Returns a setting of torch, or a tuple of them, as text for an event: "cpu torch.bfloat16", "none"."""
     if isinstance(value, tuple):
         return ", ".join(" ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value) or "none"

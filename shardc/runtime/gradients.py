@@ -54,39 +54,45 @@ def clip_grad_norm_(
         LayoutError: a gradient's layout is not its parameter's.
         RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are unchanged then.
     """
-    mesh, whole = groups.mesh, groups.whole
-    # A zero is among the norms, so that ranks without gradients take part in the all-reduce.
-    norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
-    for name, param in module.named_parameters():
-        if param.grad is None:
-            continue
-        local = local_grad(name, param)
-        grads.append(local)
-        dtype = torch.promote_types(dtype, local.dtype.to_real())  # a norm of complex numbers is real
-        storage = storages[name]
-        counts = groups.stage == storage.owner if isinstance(storage, OwnedLayout) else True
-        if counts and local.numel() and groups.rank in mesh.group(storage.bound, 0):
-            wide = torch.float32 if local.dtype in _SMALL else local.dtype
-            norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device))
-    largest = norm_type == float("inf")
-    stacked = torch.stack(norms)
-    total = stacked.max() if largest else stacked.pow(norm_type).sum()
-    if whole.mesh.ranks > 1:
-        name = whole.add([whole.mesh.axes])[group_name(whole.mesh.axes)]
-        with groups.consistency.reduces("clip_grad_norm_()"):
-            reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
-            total = torch.ops._c10d_functional.wait_tensor(reduced)
-    total = total if largest else total.pow(1.0 / norm_type)
+    grads = {name: local_grad(name, param) for name, param in module.named_parameters() if param.grad is not None}
+    total = _global_norm(grads, storages, groups, device, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; "
             "to scale them all the same, pass error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    factors = {(grad.device, grad.dtype): factor.to(grad.device, grad.dtype) for grad in grads}
-    for grad in grads:
+    factors = {(grad.device, grad.dtype): factor.to(grad.device, grad.dtype) for grad in grads.values()}
+    for grad in grads.values():
         grad.mul_(factors[grad.device, grad.dtype])
-    return total.to(dtype)
+    # A norm of complex numbers is real.
+    dtypes = (grad.dtype.to_real() for grad in grads.values())
+    return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
+
+
+def _global_norm(
+    grads: Mapping[str, Tensor], storages: Mapping[str, Layout], groups: Groups, device: torch.device, order: float
+) -> Tensor:
+    """Returns the norm of all gradients over all ranks, in float64, from this rank's shards ``grads`` by parameter
+    name. A collective. Of a gradient's replicas, one is counted (see `clip_grad_norm_`).
+    """
+    whole, largest = groups.whole, order == float("inf")
+    # A zero is among the norms, so that ranks without gradients take part in the all-reduce.
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for name, grad in grads.items():
+        storage = storages[name]
+        in_owner_stage = not isinstance(storage, OwnedLayout) or groups.stage == storage.owner
+        if in_owner_stage and grad.numel() and groups.rank in groups.mesh.group(storage.bound, 0):
+            wide = torch.float32 if grad.dtype in _SMALL else grad.dtype
+            norms.append(torch.linalg.vector_norm(grad, order, dtype=wide).double().to(device))
+    stacked = torch.stack(norms)
+    total = stacked.max() if largest else stacked.pow(order).sum()
+    if whole.mesh.ranks > 1:
+        name = whole.add([whole.mesh.axes])[group_name(whole.mesh.axes)]
+        with groups.consistency.reduces("clip_grad_norm_()"):
+            reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
+            total = torch.ops._c10d_functional.wait_tensor(reduced)
+    return total if largest else total.pow(1.0 / order)
 
 
 def local_grad(name: str, param: nn.Parameter) -> Tensor:

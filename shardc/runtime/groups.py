@@ -15,7 +15,7 @@ graph order (`shardc.ir.emitted.check_order`).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import getitem
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -42,6 +42,20 @@ from shardc.runtime.rank_consistency import RankConsistency
 from shardc.runtime.shards import flat_index
 
 Axes = tuple[str, ...]
+
+
+def _check_ranks(mesh: Mesh, ranks: Sequence[int]) -> None:
+    """Raises MeshError if ``mesh``, of the global ``ranks``, exceeds the world, or if this rank is not on it."""
+    if max(ranks) >= dist.get_world_size():
+        raise MeshError(
+            f"mesh {mesh} has {mesh.ranks} ranks, the world has {dist.get_world_size()}",
+            fix=f"start {mesh.ranks} processes, or make the mesh smaller",
+        )
+    if dist.get_rank() not in ranks:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not on the mesh {mesh} of ranks {ranks}",
+            fix="compile on the ranks of the mesh only",
+        )
 
 
 def _check_carries(mesh: Mesh, kind: str) -> None:
@@ -88,27 +102,18 @@ class Groups:
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
         self.prefix = _prefix(tag)
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
-        self._global: list[int] = device_mesh.mesh.flatten().tolist()
+        self._global_ranks: list[int] = device_mesh.mesh.flatten().tolist()
         # The groups inside a stage; checks between ranks are still those of the whole mesh.
         if whole is not None:
-            self.mesh, self._global = self.mesh.of_stage(stages), self.of_stage(self.stage)
-            self.rank = self._global.index(dist.get_rank())
+            self.mesh, self._global_ranks = self.mesh.of_stage(stages), self.of_stage(self.stage)
+            self.rank = self._global_ranks.index(dist.get_rank())
             self.consistency: RankConsistency = whole.consistency
             self.consistency.place = self.place
             return
-        if max(self._global) >= dist.get_world_size():
-            raise MeshError(
-                f"mesh {self.mesh} has {self.mesh.ranks} ranks, the world has {dist.get_world_size()}",
-                fix=f"start {self.mesh.ranks} processes, or make the mesh smaller",
-            )
-        if dist.get_rank() not in self._global:
-            raise MeshError(
-                f"rank {dist.get_rank()} is not on the mesh {self.mesh} of ranks {self._global}",
-                fix="compile on the ranks of the mesh only",
-            )
+        _check_ranks(self.mesh, self._global_ranks)
         _check_carries(self.mesh, device_mesh.device_type)
-        self.rank = self._global.index(dist.get_rank())
-        self.consistency = RankConsistency(_prefix(number), dist.get_rank(), self._global, self._interrupt)
+        self.rank = self._global_ranks.index(dist.get_rank())
+        self.consistency = RankConsistency(_prefix(number), dist.get_rank(), self._global_ranks, self._interrupt)
         for dim in range(device_mesh.ndim):
             _compat.take_timeout_of_world(device_mesh.get_group(dim))
         self.device_mesh = _without_world_group(device_mesh)
@@ -230,14 +235,14 @@ class Groups:
 
     def everyone(self) -> list[int]:
         """Returns the global ranks of the mesh, in mesh order; with stages, the ranks of this rank's stage."""
-        return list(self._global)
+        return list(self._global_ranks)
 
     def of_stage(self, stage: int) -> list[int]:
         """Returns the global ranks of ``stage``, in mesh order; without stages all of them."""
         whole = self.whole
         if not self.stages:
-            return list(self._global)
-        return [rank for at, rank in enumerate(whole._global) if whole.mesh.index(self.stages, at) == stage]
+            return list(self._global_ranks)
+        return [rank for at, rank in enumerate(whole._global_ranks) if whole.mesh.index(self.stages, at) == stage]
 
     def ranks(self, axes: Axes) -> list[int]:
         """Returns the global ranks of this rank's group along ``axes``, in group order (first mesh axis slowest)."""
@@ -245,7 +250,7 @@ class Groups:
 
     def place(self, rank: int) -> str:
         """Returns a global rank as text, with its stage if it is on the mesh: "3 (pp=1)"."""
-        ranks = self.whole._global
+        ranks = self.whole._global_ranks
         return (
             f"{rank} ({self.stages}={self.whole.mesh.index(self.stages, ranks.index(rank))})"
             if rank in ranks
@@ -297,7 +302,7 @@ class Groups:
 
     def _groups(self, axes: Axes) -> list[list[int]]:
         """Returns, for every group along ``axes``, the list of its global ranks."""
-        return [[self._global[rank] for rank in group] for group in groups_of(self.mesh, axes)]
+        return [[self._global_ranks[rank] for rank in group] for group in groups_of(self.mesh, axes)]
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
         """Returns this rank's group along ``axes``: one that the device mesh has, or else a new one. All ranks create
@@ -324,7 +329,7 @@ class Groups:
         ranks must call this in the same order.
         """
         groups, everyone = self._groups(axes), list(range(dist.get_world_size()))
-        if sorted(self._global) != everyone:
+        if sorted(self._global_ranks) != everyone:
             # Ranks that are not on the mesh do not take part.
             return _compat.new_group(self.ranks(axes), members_only=True)
         handles = [_compat.new_group(group) for group in groups]

@@ -126,7 +126,7 @@ class IdentityGuards:
             seen: set[Path] = set()
             for read in capture.entries:
                 if read.what != "hooks" and read.expression != GRAD_MODE:  # checked elsewhere
-                    self._note(read, lookup, seen)
+                    self._guard_read(read, lookup, seen)
         self._reached = Reach.of_all(reached)
         # One itemgetter per mapping is the fastest read. The first key twice: for one key it returns no tuple.
         self._getters = [(itemgetter(*items, next(iter(items))), mapping) for mapping, items in self._items.values()]
@@ -154,27 +154,27 @@ class IdentityGuards:
             and self._reached.holds()
         )
 
-    def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
+    def _guard_read(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
         """Adds guards for something that a capture has read: ``read`` is an attribute, an item, a length or the like.
         ``lookup`` returns its value; ``seen`` has the expressions with guards.
         """
         path = parse(read.expression)
         try:
-            self._path(path, lookup, seen)
+            self._guard_path(path, lookup, seen)
             value = lookup(path)
         except _MISSING:
             # What is read is not there; what leads to it has its guards by now.
             return
         if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
-            self._elements(value)
+            self._guard_elements(value)
         elif read.what == "has":
             self._rest.append((value, str(read.key), getattr(value, str(read.key), GONE)))
         elif read.what == "own":
-            self._attribute(value, str(read.key))
+            self._guard_attribute(value, str(read.key))
         elif isinstance(value, Tensor) and not value.is_inference():
             self._tensors.append((value, value._version))
 
-    def _path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
+    def _guard_path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
         """Adds a guard for each attribute, item and call in the expression ``path``, then adds ``path`` to ``seen``.
         Does nothing if ``path`` is in ``seen``. ``lookup`` returns the value of an expression.
         """
@@ -186,11 +186,11 @@ class IdentityGuards:
             return
         for part in more:
             if isinstance(part, tuple):
-                self._path(part, lookup, seen)
+                self._guard_path(part, lookup, seen)
         if kind == "call" and more[0] in STATES:
             self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
         if kind == "attribute":
-            self._attribute(lookup(more[0]), more[1])
+            self._guard_attribute(lookup(more[0]), more[1])
         # Items of a module's tables (`_parameters`) are compared by the `ModuleSnapshot`.
         elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _CHECKED_TABLES):
             container, key = lookup(more[0]), lookup(more[1])
@@ -199,14 +199,14 @@ class IdentityGuards:
             elif isinstance(container, (dict, MappingProxyType)):
                 self._items.setdefault(id(container), (container, {}))[1][key] = container[key]
             else:
-                self._elements(container)
+                self._guard_elements(container)
 
-    def _elements(self, container: object) -> None:
+    def _guard_elements(self, container: object) -> None:
         """Adds a guard that ``container`` has the same elements, unless it is immutable or cannot be iterated."""
         if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # these are immutable
             self._rows[id(container)] = container, tuple(container)
 
-    def _attribute(self, owner: object, name: str) -> None:
+    def _guard_attribute(self, owner: object, name: str) -> None:
         """Adds a guard for the attribute ``name`` of ``owner``. If the instance lacks the attribute, guards that it
         still does, and, unless ``owner`` is a module, the attribute of the class.
         """
