@@ -5,7 +5,7 @@ that the program cannot be recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -80,36 +80,49 @@ class CudaGraphs:
         return replayed
 
 
-def host_read(program: Executable) -> tuple[fx.Node, str] | None:
-    """Finds the first op of a step for which the host waits, so that no CUDA graph can contain it. Returns (node,
-    reason as text); None if there is none.
+class HostRead(NamedTuple):
+    """An op for which the host waits, so that no CUDA graph can contain it.
+
+    Args:
+        node: the op.
+        why: what the host waits for, as text.
+        fix: what the user can do, as text.
     """
-    for half in program.step(True):
-        for node in half.graph.nodes:
-            if node.op == "call_function" and (why := _reads(node)):
-                return node, why
-    return None
+
+    node: fx.Node
+    why: str
+    fix: str
 
 
-def _reads(node: fx.Node) -> str:
-    """Returns the reason why the host waits for the op ``node``, as text ("the host reads how many rows the experts
-    have"). Returns "" if it does not wait.
-    """
+def host_read(program: Executable) -> HostRead | None:
+    """Finds the first op of a step for which the host waits; None if there is none."""
+    nodes = (node for half in program.step(True) for node in half.graph.nodes if node.op == "call_function")
+    return next(filter(None, map(_host_read_of, nodes)), None)
+
+
+def _host_read_of(node: fx.Node) -> HostRead | None:
+    """Returns why the host waits for the op ``node``, and what to do; None if it does not wait."""
     if node.target in MOVES:
-        return "the host waits for its copies"
+        return HostRead(node, "the host waits for its copies", 'leave save(..., on="host") out of the plan')
     if node.target is SEND_ROWS:
-        return "the host reads how many rows each rank sends"
+        return HostRead(node, "the host reads how many rows each rank sends", _FIXED_ROWS)
     if node.target in _LOOPS or (node.target is OPS["scan"] and arguments_of(node).get("steps") is not None):
-        return "the host reads which function runs next"
-    if node.target in _EXPERTS:
-        if arguments_of(node)["waits"]:
-            return "the host reads how many rows the experts have"
-        x: Any = ir.value(arguments_of(node)["x"])
-        if x.dtype != torch.bfloat16:
-            return "experts outside of bfloat16 run one after another, and the host reads how many rows each has"
-    return ""
+        return HostRead(node, "the host reads which function runs next", "write it with torch.where")
+    if node.target not in _EXPERTS:
+        return None
+    if arguments_of(node)["waits"]:
+        return HostRead(node, "the host reads how many rows the experts have", _FIXED_ROWS)
+    x: Any = ir.value(arguments_of(node)["x"])
+    if x.dtype == torch.bfloat16:
+        return None
+    return HostRead(
+        node,
+        "experts outside of bfloat16 run one after another, and the host reads how many rows each has",
+        "compute the experts in bfloat16, by shardc.precision(param=torch.bfloat16)",
+    )
 
 
+_FIXED_ROWS = 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded", capacity=1.5)'
 _LOOPS = {OPS[name] for name in ("cond", "while_loop", "loop_gradient")}
 _EXPERTS = {expert_ops.RUN, expert_ops.RUN_GRADIENT}
 

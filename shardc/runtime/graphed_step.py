@@ -2,8 +2,8 @@
 
 Values in the memory that a recorded step reads may change between two repeats: parameters, buffers, the optimizer's
 state, the batch, learning rates and the keys of random numbers. The last three are copied to where the step reads them.
-Everything else that it was recorded with (`GraphedStep._call`, `GraphedStep._state_relied_on`) is compared before each
-repeat. If that has changed, the step runs without a recording and is recorded again.
+Everything else that it was recorded with (`GraphedStep._key_and_program`, `GraphedStep._state_relied_on`) is compared
+before each repeat. If that has changed, the step runs without a recording and is recorded again.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class GraphedStep:
         """Runs one step, or repeats a recorded one. Returns (loss, norm of the gradients or None) as new tensors, which
         later steps do not change.
         """
-        self._prepare()
-        call = self._call(args, kwargs)
+        self._make_capturable()
+        call = self._key_and_program(args, kwargs)
         relied_on = self._state_relied_on()
         if relied_on != self._relied_on:
             self._recorded.clear()
@@ -90,7 +90,7 @@ class GraphedStep:
         key, program = call
         recorded = self._recorded.get(key)
         if recorded is not None and recorded.program is program:
-            self._refresh(recorded, args, kwargs)
+            self._copy_inputs(recorded, args, kwargs)
         # Recorded steps keep memory, so their number is limited.
         elif self._ran[key] < WARM or len(self._recorded) >= MOST:
             self._ran[key] += 1
@@ -98,7 +98,7 @@ class GraphedStep:
         else:
             recorded = self._recorded[key] = self._record(program, args, kwargs)
         loss, norm = recorded.repeat()
-        self._count()
+        self._count_writes()
         return loss.clone(), None if norm is None else norm.clone()
 
     def _run_unrecorded(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
@@ -130,7 +130,7 @@ class GraphedStep:
             # A recording can neither compare inputs between ranks, for which the host waits, nor draw keys.
             self._state.turns.paused, runner.keys = True, list(keys)
             try:
-                with self._rates(rates):
+                with self._rates_from(rates):
                     return self._update(*own_args, **own_kwargs)
             finally:
                 self._state.turns.paused, runner.keys = False, []
@@ -146,7 +146,7 @@ class GraphedStep:
             ) from error
         return _Recorded(program, inputs, rates, keys, repeat)
 
-    def _refresh(self, recorded: _Recorded, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+    def _copy_inputs(self, recorded: _Recorded, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Copies what changes from step to step to the tensors that a recorded step reads: the batch, the optimizer's
         learning rates and new random keys.
         """
@@ -161,7 +161,7 @@ class GraphedStep:
                 key.copy_(runner.draw(key.device))
 
     @contextmanager
-    def _rates(self, rates: list[Tensor]) -> Iterator[None]:
+    def _rates_from(self, rates: list[Tensor]) -> Iterator[None]:
         """Context manager in which the optimizer reads its learning rates from ``rates``."""
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
@@ -173,7 +173,7 @@ class GraphedStep:
             for group, value in zip(groups, before, strict=True):
                 group["lr"] = value
 
-    def _count(self) -> None:
+    def _count_writes(self) -> None:
         """Increments the version counters of parameters and buffers, as repeating a recorded step writes them unseen
         by autograd.
         """
@@ -181,7 +181,7 @@ class GraphedStep:
         params = [x for x in snapshot.parameters.values() if x.requires_grad]
         torch.autograd.graph.increment_version([*dict.fromkeys((*params, *snapshot.buffers.values()))])
 
-    def _prepare(self) -> None:
+    def _make_capturable(self) -> None:
         """If the recorder requires it, makes the optimizer ``capturable`` and moves its step counts to the device."""
         if not self._recorder.capturable:
             return
@@ -195,7 +195,9 @@ class GraphedStep:
                         if isinstance(x, Tensor) and x.ndim == 0 and x.device != self._state.device:
                             state[name] = x.to(self._state.device, torch.float32)
 
-    def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Hashable, Executable] | None:
+    def _key_and_program(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[Hashable, Executable] | None:
         """Returns (key, program) for a call whose step can be repeated from a recording. Returns None for other
         calls, such as one that accumulates gradients.
 
@@ -279,23 +281,13 @@ def _check_program(program: Executable) -> None:
             )
     read = host_read(program)
     if read is not None:
-        node, why = read
-        info = ir.info(node)
+        info = ir.info(read.node)
         where = f" of module {info.origin.module!r}" if info.origin.module else ""
         raise InputError(
-            f"%{info.name}{where} cannot be in a CUDA graph: {why}",
+            f"%{info.name}{where} cannot be in a CUDA graph: {read.why}",
             source=info.origin.source or None,
-            fix=f"{_instead(why)}, or {_OFF}",
+            fix=f"{read.fix}, or {_OFF}",
         )
-
-
-def _instead(why: str) -> str:
-    """Returns the advice (``fix``) for an op that cannot be part of a CUDA graph. ``why`` is the reason, as text."""
-    if "rows" in why and "bfloat16" not in why:
-        return 'give the experts room for a fixed number of rows, by shardc.ep(..., dispatch="bounded", capacity=1.5)'
-    if "bfloat16" in why:
-        return "compute the experts in bfloat16, by shardc.precision(param=torch.bfloat16)"
-    return 'leave save(..., on="host") out of the plan' if "copies" in why else "write it with torch.where"
 
 
 def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Recorder:

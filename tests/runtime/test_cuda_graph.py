@@ -449,7 +449,7 @@ def test_an_optimizer_that_has_loaded_a_state(mesh: DeviceMesh) -> None:
     recorder = Ops()
     recorder.capturable = True
     with patch.object(State, "device", torch.device("meta")):
-        GraphedStep(side.module, side.optimizer, side.step._update, recorder)._prepare()
+        GraphedStep(side.module, side.optimizer, side.step._update, recorder)._make_capturable()
     assert all(group["capturable"] for group in side.optimizer.param_groups)
     assert {state["step"].device.type for state in side.optimizer.state.values()} == {"meta"}
 
