@@ -53,7 +53,7 @@ class Comparisons:
         self._last_text: str | None = None  # store key of this rank's last text
         self._published: set[str] = set()  # hashes of events
 
-    def tell(self, store: dist.Store, event: Event) -> None:
+    def publish(self, store: dist.Store, event: Event) -> None:
         """Publishes the (topic, text) lines of ``event`` in the store, under the event's hash, unless this rank has
         done so.
         """
@@ -66,7 +66,7 @@ class Comparisons:
         entry: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
         return entry
 
-    def at(self, number: int) -> str:
+    def key_prefix(self, number: int) -> str:
         """Returns the prefix of the store keys for event ``number``, such as "<prefix>7/"."""
         return f"{self.prefix}{number}/"
 
@@ -83,21 +83,21 @@ class Comparisons:
         Returns:
             None if the first rank has the same hash, else (rank, hash) of the first.
         """
-        at, mine = self.at(number), f"{self.rank} {key}"
+        prefix, mine = self.key_prefix(number), f"{self.rank} {key}"
         self.answered.append(number)
         self.asked.discard(number)
         # The first rank sets the hash that the others compare with.
-        first = store.compare_set(f"{at}first", "", mine).decode()
-        store.set(f"{at}here/{self.rank}", "")
+        first = store.compare_set(f"{prefix}first", "", mine).decode()
+        store.set(f"{prefix}here/{self.rank}", "")
         if first == mine:
             announce(store, number)
         rank, theirs = first.split()
         if theirs != key:
-            store.set(f"{at}verdict", mine)
+            store.set(f"{prefix}verdict", mine)
             announce(store, ["differs", number, self.rank, key])
             return int(rank), theirs
-        if store.add(f"{at}came", 1) == len(self.ranks):
-            store.set(f"{at}verdict", _SAME)
+        if store.add(f"{prefix}came", 1) == len(self.ranks):
+            store.set(f"{prefix}verdict", _SAME)
         return None
 
     def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
@@ -110,9 +110,9 @@ class Comparisons:
         Raises:
             MeshError: a rank has ended, or did not arrive within the store's timeout.
         """
-        at = self.at(number)
-        self._wait(store, at)
-        verdict = store.get(f"{at}verdict").decode()
+        prefix = self.key_prefix(number)
+        self._wait(store, prefix)
+        verdict = store.get(f"{prefix}verdict").decode()
         if verdict == BEFORE:
             return BEFORE
         if verdict != _SAME:
@@ -121,50 +121,51 @@ class Comparisons:
         last, self._last = self._last, number
         if last is not None and self.rank == self.ranks[0]:  # all ranks have read the verdict before this one
             for name in ("first", "came", "verdict", *(f"here/{rank}" for rank in self.ranks)):
-                store.delete_key(f"{self.at(last)}{name}")
+                store.delete_key(f"{self.key_prefix(last)}{name}")
         return None
 
-    def _wait(self, store: dist.Store, at: str) -> None:
-        """Polls the store until the verdict at the event with key prefix ``at`` is there. Raises MeshError if a rank
-        has ended or does not arrive in time.
+    def _wait(self, store: dist.Store, prefix: str) -> None:
+        """Polls the store until the verdict of an event is there. Raises MeshError if a rank has ended or does not
+        arrive in time. ``prefix`` is the event's `key_prefix`.
         """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while True:
             try:
-                if store.check([f"{at}verdict"]):
+                if store.check([f"{prefix}verdict"]):
                     return
                 # Ended ranks are looked for only in long waits: each request to the store takes time.
                 gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
-                missing = next((rank for rank in gone if not store.check([f"{at}here/{rank}"])), None)
+                missing = next((rank for rank in gone if not store.check([f"{prefix}here/{rank}"])), None)
             except RuntimeError as error:  # every store's error class is one
-                raise late_ranks(store, at, self.ranks, self.place) or error from error
+                raise late_ranks(store, prefix, self.ranks, self.place) or error from error
             if missing is not None:
                 raise ended(self.place(missing), self.ranks)
-            if time.monotonic() > end and (late := late_ranks(store, at, self.ranks, self.place)) is not None:
+            if time.monotonic() > end and (late := late_ranks(store, prefix, self.ranks, self.place)) is not None:
                 raise late
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def say(self, store: dist.Store, number: int, text: str) -> None:
-        """Publishes this rank's ``text`` at event ``number``, for `entries_at`."""
-        store.set(f"{self.at(number)}said/{self.rank}", text)
+    def publish_text(self, store: dist.Store, number: int, text: str) -> None:
+        """Publishes this rank's ``text`` at event ``number``, for `texts_at`."""
+        store.set(f"{self.key_prefix(number)}said/{self.rank}", text)
 
-    def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Maps each of ``ranks`` (indices on the mesh) to the text that it published with `say` at event ``number``.
+    def texts_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
+        """Maps each of ``ranks`` (indices on the mesh) to the text that it published at event ``number``, by
+        `publish_text`.
 
         It deletes this rank's text of the previous call from the store.
         """
         if self._last_text is not None:
             store.delete_key(self._last_text)
-        self._last_text = f"{self.at(number)}said/{self.rank}"
-        return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
+        self._last_text = f"{self.key_prefix(number)}said/{self.rank}"
+        return {rank: store.get(f"{self.key_prefix(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
 
-    def hear_all(self, store: dist.Store, number: int) -> str:
+    def count_reader(self, store: dist.Store, number: int) -> str:
         """Counts this rank among those that have read how event ``number`` differs between ranks. Returns the store
         key that is set when all ranks have read it.
         """
-        heard = f"{self.at(number)}all heard"
-        if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
+        heard = f"{self.key_prefix(number)}all heard"
+        if store.add(f"{self.key_prefix(number)}heard", 1) == len(self.ranks):
             store.set(heard, "")
         return heard
 
@@ -173,7 +174,7 @@ class Comparisons:
         differed, or one failed, before this event. A verdict that is already there stays. Returns whether the verdict
         is `BEFORE`.
         """
-        return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
+        return store.compare_set(f"{self.key_prefix(number)}verdict", "", BEFORE).decode() == BEFORE
 
 
 _DONE = "all came"
@@ -220,20 +221,20 @@ class Meeting:
             MeshError: another rank does something else, has ended, or does not arrive within the store's timeout.
         """
         # The first rank names the attempt; a second method at the same event refuses it.
-        place, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
-        self._joined = attempt = store.compare_set(place, "", mine).decode()
+        attempt_key, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
+        self._joined = attempt = store.compare_set(attempt_key, "", mine).decode()
         self.invited = None
-        at = f"{self.prefix}meet/{attempt}/"
+        prefix = f"{self.prefix}meet/{attempt}/"
         if attempt == mine:
-            store.set(f"{at}method", method)
+            store.set(f"{prefix}method", method)
             log(store, ["meet", number, attempt])
-        elif (other := store.get(f"{at}method").decode()) != method:
+        elif (other := store.get(f"{prefix}method").decode()) != method:
             self._refuse(store, number, attempt, f"rank {self.rank} calls {method} where others call {other}")
-        store.set(f"{at}here/{self.rank}", "")
-        if store.add(f"{at}came", 1) == len(self.ranks):
-            store.delete_key(place)
-            store.compare_set(f"{at}verdict", "", _DONE)
-        verdict = self._wait(store, at, number, attempt, check)
+        store.set(f"{prefix}here/{self.rank}", "")
+        if store.add(f"{prefix}came", 1) == len(self.ranks):
+            store.delete_key(attempt_key)
+            store.compare_set(f"{prefix}verdict", "", _DONE)
+        verdict = self._wait(store, prefix, number, attempt, check)
         if verdict != _DONE:
             self._failed = number, verdict
             raise MeshError(
@@ -241,12 +242,12 @@ class Meeting:
                 fix="call it on every rank at the same place, outside of `if rank == 0:`; use what it returns on one",
             )
 
-    def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
-        """Polls the store for the verdict of a call of a collective method (key prefix ``at``), and returns its text.
-        Sets the verdict itself if a rank has ended; raises if a rank does not arrive in time.
+    def _wait(self, store: dist.Store, prefix: str, number: int, attempt: str, check: Callable[[], None]) -> str:
+        """Polls the store for the verdict of a call of a collective method, whose keys start with ``prefix``, and
+        returns its text. Sets the verdict itself if a rank has ended; raises if a rank does not arrive in time.
         """
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-        while not store.check([f"{at}verdict"]):
+        while not store.check([f"{prefix}verdict"]):
             check()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -254,9 +255,9 @@ class Meeting:
             gone = [rank for rank in self.ranks if pause == 0.05 and store.check([f"{self.prefix}gone/{rank}"])]
             if gone:
                 self._refuse(store, number, attempt, f"rank {gone[0]} has ended")
-            elif time.monotonic() > end and (late := late_ranks(store, at, self.ranks, self.place)) is not None:
+            elif time.monotonic() > end and (late := late_ranks(store, prefix, self.ranks, self.place)) is not None:
                 raise late
-        return store.get(f"{at}verdict").decode()
+        return store.get(f"{prefix}verdict").decode()
 
     def _refuse(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
         """Ends a rank's wait in a collective method with an error: sets the verdict of that call (``attempt``) in the
@@ -292,7 +293,7 @@ class Meeting:
             self.invited = None
             self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
-    def look(self, store: dist.Store) -> None:
+    def refuse_if_stuck(self, store: dist.Store) -> None:
         """Refuses another rank's call of a collective method (`invited`) if this rank has waited long in a torch
         collective with that rank. The listener thread runs this check often.
         """
@@ -313,7 +314,7 @@ class Meeting:
         """
         self._refuse(store, number, attempt, self._failed[1] if self._failed[0] == number else why)
 
-    def end(self, store: dist.Store) -> None:
+    def publish_end(self, store: dist.Store) -> None:
         """Publishes in the store that this rank's process ends, so that other ranks do not wait for it."""
         store.set(f"{self.prefix}gone/{self.rank}", "")
 

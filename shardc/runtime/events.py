@@ -221,17 +221,17 @@ def _lines_of_user(error: BaseException) -> Iterator[str]:
     yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_versioned(x.f_code))
 
 
-def late_ranks(store: dist.Store, at: str, ranks: Sequence[int], place: Place) -> MeshError | None:
+def late_ranks(store: dist.Store, prefix: str, ranks: Sequence[int], place: Place) -> MeshError | None:
     """Returns an error that names those of ``ranks`` that did not arrive at a comparison in time, or says that the
     store does not answer. Returns None if all have arrived.
 
     Args:
-        at: prefix of the store keys under which ranks publish that they have arrived.
+        prefix: of the store keys under which ranks publish that they have arrived.
         place: returns a rank as text.
     """
     waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
     try:
-        late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
+        late = [rank for rank in ranks if not store.check([f"{prefix}here/{rank}"])]
     except RuntimeError:
         return MeshError(
             "the store in which ranks compare what they run is gone, or does not answer", fix=look_at_store(place(0))

@@ -149,9 +149,9 @@ class RankConsistency:
             MeshError: as `enter`.
         """
         store = self._connected()
-        self._comparisons.say(store, self.number + 1, text)
+        self._comparisons.publish_text(store, self.number + 1, text)
         self.enter(event, ask=True)
-        return self._comparisons.entries_at(store, self.number, ranks)
+        return self._comparisons.texts_at(store, self.number, ranks)
 
     @contextmanager
     def runs(self, what: str = "") -> Iterator[None]:
@@ -322,7 +322,7 @@ class RankConsistency:
         differ.
         """
         store, number, comparisons = self._connected(), self.number, self._comparisons
-        comparisons.tell(store, event)
+        comparisons.publish(store, event)
         self._waits_at = number
         if self._failure is not None:  # that rank will not arrive
             self._check(self._failure[0] + 1)
@@ -352,7 +352,7 @@ class RankConsistency:
         pair = sorted((mine, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
         self._pending_error = difference(rank_a, lines_a, rank_b, lines_b)
-        self._all_heard_key = self._comparisons.hear_all(store, number)
+        self._all_heard_key = self._comparisons.count_reader(store, number)
 
     # --- answering for a rank whose event was predicted
 
@@ -369,10 +369,10 @@ class RankConsistency:
                 error.
         """
         if entry == NOTHING:
-            self._meeting.look(store)
+            self._meeting.refuse_if_stuck(store)
             self._on_idle(store)
         elif entry == END:
-            self._meeting.end(store)
+            self._meeting.publish_end(store)
         elif isinstance(message := json.loads(entry), int):
             self._comparisons.asked.add(message)  # first: `_answer_if_asked` reads it after it has set `number`
             if message <= self.number:
@@ -437,7 +437,7 @@ class RankConsistency:
         self._set_error_of_difference(store, number, other)
         self._error_arrived.set()
         if self._waits_at not in (None, number):
-            store.set(f"{self._comparisons.at(self._waits_at)}verdict", BEFORE)
+            store.set(f"{self._comparisons.key_prefix(self._waits_at)}verdict", BEFORE)
 
     def _interrupt_if_running(self, store: dist.Store) -> None:
         """Aborts the collective in which this rank waits, if a compiled graph is running. The wait then raises."""
@@ -488,7 +488,7 @@ class RankConsistency:
         """
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
-            asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()
+            asks, key = store.get(f"{self._comparisons.key_prefix(pending[0])}first").decode().split()
             if (where := self._samples.stuck(int(asks), _STUCK)) is not None:
                 error = different_waits(self.rank, where, int(asks), self._comparisons.lines(store, key))
                 with self._lock:
