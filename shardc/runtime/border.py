@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +91,9 @@ class Border:
         if not self.program.trains:
             return frozenset()
         takes = self.half(BACKWARD).takes
-        led = {port.role.index for port in takes if port.role.kind == "tangent"}
+        with_tangent = {port.role.index for port in takes if port.role.kind == "tangent"}
         roles = enumerate(self.program.outputs)
-        return frozenset(at for at, role in roles if role.kind == "output" and role.index in led)
+        return frozenset(at for at, role in roles if role.kind == "output" and role.index in with_tangent)
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
@@ -122,7 +122,7 @@ class Border:
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).to_bases(outputs)
         for at, shared in self._same_memory(half, outputs, [], feed).items():
-            if self._base(half, at, shared, outputs, feed) is None:
+            if self._aliased_tensor(half, at, shared, outputs, feed) is None:
                 outputs[at] = outputs[at].clone()
         return self._read_only(half, outputs, feed)
 
@@ -316,7 +316,7 @@ class Border:
                     aliases[at] = shared
         return aliases
 
-    def _base(
+    def _aliased_tensor(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
         """Returns the tensor whose memory output ``at`` shares here and also on one device: the input or earlier output
@@ -339,7 +339,7 @@ class Border:
         then raises after a change, here and there.
         """
         half = self.half(FORWARD)
-        out, base = outputs[at], self._base(half, at, shared, outputs, feed)
+        out, base = outputs[at], self._aliased_tensor(half, at, shared, outputs, feed)
         if base is not None:
             # A view already, or one that no strides make of `base`: of another dtype, or `base` was copied meanwhile.
             if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
@@ -442,21 +442,13 @@ def as_dtensors(outputs: Sequence[object], roles: Sequence[Role], device_mesh: D
     return out
 
 
-class _ToDTensorContext(Protocol):
-    """Autograd's context of `_ToDTensor`, with the ``spec`` of the DTensor."""
-
-    spec: DTensorSpec
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
-
-
 class _ToDTensor(torch.autograd.Function):
     """Autograd function that wraps a local tensor as a DTensor. Backward returns the local tensor of the DTensor's
     gradient.
     """
 
     @staticmethod
-    def forward(ctx: _ToDTensorContext, local: Tensor, spec: DTensorSpec) -> Tensor:
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
         if not (local.is_floating_point() or local.is_complex()):
             out = DTensor(local.view_as(local), spec, requires_grad=False)
@@ -466,6 +458,6 @@ class _ToDTensor(torch.autograd.Function):
         return out.view_as(out) if local._is_view() else out  # a view cannot be changed in place here
 
     @staticmethod
-    def backward(ctx: _ToDTensorContext, grad: DTensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         return grad.redistribute(placements=placements).to_local(), None

@@ -43,13 +43,13 @@ class Mail:
     Args:
         messages: work handles of the messages.
         packing: tensors that share a message.
-        came: by peer, the received bytes of the shared message; empty if there is none.
+        received: by peer, the received bytes of the shared message; empty if there is none.
         packs: memory of the shared messages, received and sent.
     """
 
     messages: list[dist.Work]
     packing: Packing
-    came: dict[int, Tensor]
+    received: dict[int, Tensor]
     packs: tuple[Tensor, ...]
 
     def unpacked(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -59,7 +59,7 @@ class Mail:
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {
-            at: self.came[peer][start:end].view(like[at].dtype)
+            at: self.received[peer][start:end].view(like[at].dtype)
             for (at, start), end in zip(starts.items(), ends, strict=True)
         }
 
@@ -89,8 +89,9 @@ def exchange(
     """
     # Each rank begins with another peer, so that they do not all send to one.
     peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
-    came: dict[int, Tensor] = {}
-    goes: dict[int, Tensor] = {}
+    # By peer, the bytes of the tensors that share a message.
+    received: dict[int, Tensor] = {}
+    sent: dict[int, Tensor] = {}
     packs: tuple[Tensor, ...] = ()
     if packing.offsets and peers:
         parts = {peer: [_bytes(rows[at][peer]) for at in packing.offsets] for peer in peers}
@@ -100,21 +101,22 @@ def exchange(
             empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.room))
             for at, count in enumerate((len(peers), distinct))
         )
-        comes, go = (pack[:, : packing.size] for pack in packs)
-        came = dict(zip(peers, comes, strict=True))
-        goes = dict(zip(peers, go.expand(len(peers), -1), strict=True))
+        receive_rows, send_rows = (pack[:, : packing.size] for pack in packs)
+        received = dict(zip(peers, receive_rows, strict=True))
+        sent = dict(zip(peers, send_rows.expand(len(peers), -1), strict=True))
         for peer in peers[:distinct]:
-            torch.cat(parts[peer], out=goes[peer])
+            torch.cat(parts[peer], out=sent[peer])
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
     # Receives first: the notice of a receive would otherwise queue behind the data to that peer, and a link would
     # carry one direction after the other.
     messages = []
     for peer in peers:
         places = [into(at, peer) for at in alone]
-        messages += [group.recv([x], peer, _TAG) for x in (*places, *_of(came, peer))]
+        messages += [group.recv([x], peer, _TAG) for x in (*places, *_shared_message(received, peer))]
     for peer in peers:
-        messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
-    return Mail(messages, packing, came, packs)
+        unpacked = [rows[at][peer] for at in alone]
+        messages += [group.send([x], peer, _TAG) for x in (*unpacked, *_shared_message(sent, peer))]
+    return Mail(messages, packing, received, packs)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _of(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:
+def _shared_message(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:
     """Returns ``packs[peer]``, the bytes of that peer's shared message, in a tuple; () if no messages are shared."""
     return (packs[peer],) if packs else ()
 
@@ -160,8 +162,8 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
 
     def unpack() -> None:
         for peer in peers if packing.offsets else ():
-            came = mail.unpacked(peer, flat)
-            torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
+            received = mail.unpacked(peer, flat)
+            torch._foreach_copy_([parts[at][peer] for at in received], list(received.values()))
 
     return _attach_work(gathered, mail.messages, [*inputs, *mail.packs], unpack, timeout_of(group))
 
@@ -223,13 +225,14 @@ def _start_reduction(
     wires = len(results) + (len(alone) if ranks > 2 else 0)
     mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
-    def came(peer: int) -> list[Tensor]:
+    def terms_of(peer: int) -> list[Tensor]:
+        if peer == rank:
+            return [term[rank] for term in terms]
         unpacked = mail.unpacked(peer, terms)
         return [unpacked[at] if at in unpacked else into[at][peer] for at in range(len(terms))]
 
     def finish() -> None:
-        terms_by_rank = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
-        for result, *rows in zip(results, *terms_by_rank, strict=True):
+        for result, *rows in zip(results, *map(terms_of, range(ranks)), strict=True):
             total = result.view(-1)
             # The first peer is rank 0 or 1, so its term, which lies in `total`, is read before `total` is written.
             torch.add(rows[0], rows[1], out=total) if op in ("sum", "avg") else total.copy_(COMBINE[op](*rows[:2]))
@@ -317,12 +320,12 @@ def _send_by_messages(
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
     received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
-    goes, comes = _parts(inputs, sends.tolist()), _parts(received, receives.tolist())
+    outgoing, incoming = _parts(inputs, sends.tolist()), _parts(received, receives.tolist())
     messages: list[dist.Work] = []
     alive = list(inputs)  # memory that messages read until they are done
     unpack: list[tuple[Tensor, list[Tensor]]] = []
     for peer in peers:
-        places = comes[peer]
+        places = incoming[peer]
         if not places[0].numel():
             continue
         if _share_message(places):
@@ -331,14 +334,14 @@ def _send_by_messages(
             places = [pack]
         messages += [group.recv([x], peer, _TAG) for x in places]
     for peer in peers:
-        parts = goes[peer]
+        parts = outgoing[peer]
         if not parts[0].numel():
             continue
         if _share_message(parts):
             parts = [torch.cat([_bytes(x) for x in parts])]
             alive += parts
         messages += [group.send([x], peer, _TAG) for x in parts]
-    for to, of in zip(comes[rank], goes[rank], strict=True):
+    for to, of in zip(incoming[rank], outgoing[rank], strict=True):
         to.copy_(of)
 
     def finish() -> None:
