@@ -159,9 +159,16 @@ def _backward(
     runner = ctx.runner
     with runner.groups.consistency.shares_errors():
         if torch.is_grad_enabled():
-            raise twice_differentiated()
+            raise BackwardError(
+                "create_graph=True: the gradients of a compiled module cannot be differentiated again",
+                fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "
+                "of it, by torch.autograd.grad in forward",
+            )
         if ctx.freed:
-            raise backward_again()
+            raise BackwardError(
+                "backward was already run for this step, and what it needs was freed",
+                fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
+            )
         # Beside parameters in a loss, an output gets its gradient as a DTensor.
         tangents = [gather(x) if isinstance(x, DTensor) else x for x in tangents]
         gradients = {index: x for index, x in runner.border.gradients(tangents).items() if x is not None}
@@ -503,23 +510,6 @@ def changed(role: Role, old: int, new: int) -> BackwardError:
         f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "
         f"backward, which needs its values of then: it is at version {new}; expected version {old}",
         fix="run backward before the optimizer's step (or whatever changes it), or run the forward again",
-    )
-
-
-def twice_differentiated() -> BackwardError:
-    """Returns the error for a backward with ``create_graph=True``, which compiled modules do not support."""
-    return BackwardError(
-        "create_graph=True: the gradients of a compiled module cannot be differentiated again",
-        fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "
-        "of it, by torch.autograd.grad in forward",
-    )
-
-
-def backward_again() -> BackwardError:
-    """Returns the error for a second backward of one forward, without ``retain_graph``."""
-    return BackwardError(
-        "backward was already run for this step, and what it needs was freed",
-        fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
     )
 
 

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OutputSharding
+from torch.distributed.tensor._ops.utils import is_tensor_evenly_shardable
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -358,7 +359,11 @@ def _corrected_result(
         return _mean(*args, **kwargs)
     if op in _NORMS and any(x.dtype in _LOW_PRECISION for x in tensors):
         return _norm_in_float32(op, args, kwargs)
-    if op in _PRODUCTS and any(x.dtype in _LOW_PRECISION for x in tensors) and not all(map(_is_whole, specs)):
+    if (
+        op in _PRODUCTS
+        and any(x.dtype in _LOW_PRECISION for x in tensors)
+        and not all(spec.is_replicated() for spec in specs)
+    ):
         return on_unsharded(op, args, kwargs, mesh)
     return NotImplemented if _dtensor_is_right(op, specs, args) else on_unsharded(op, args, kwargs, mesh)
 
@@ -469,32 +474,20 @@ def _dtensor_is_right(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTr
     """Whether DTensor is known to compute ``op`` correctly on operands with ``specs``."""
     if draws(op) or "out" in op._schema.overload_name:
         return False  # seeds may differ; `out=` would take the result's layout
-    if all(map(_is_whole, specs)):
+    if all(spec.is_replicated() for spec in specs):
         return True
     if any(has_owner(spec.placements) for spec in specs):
         return False
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
         # Replicated scalars fit any layout.
-        layouts = {spec.placements for spec in specs if not all(x.is_replicate() for x in spec.placements) or spec.ndim}
+        layouts = {spec.placements for spec in specs if not spec.is_replicated() or spec.ndim}
         shapes = {spec.shape for spec in specs if spec.ndim}
         return len(layouts) == 1 and len(shapes) == 1 and (op in _STRIDED or _is_pointwise(op))
     if op in _NORMS and len(args) > 1 and not 0 < args[1] < float("inf"):
         return False
-    return _is_pointwise(op) or op in _ANY_SHARDS or (op in _EVEN_SHARDS and all(map(_is_even, specs)))
-
-
-def _is_whole(spec: DTensorSpec) -> bool:
-    """Whether each rank has all of a tensor with ``spec``: it is replicated."""
-    return all(x.is_replicate() for x in spec.placements)
-
-
-def _is_even(spec: DTensorSpec) -> bool:
-    """Whether each tensor dim divides by the number of ranks that shard it, so that all shards have one size."""
-    for dim, size in enumerate(spec.shape):
-        over = [n for n, x in zip(spec.mesh.shape, spec.placements, strict=True) if x.is_shard(dim)]
-        if size % prod(over):
-            return False
-    return True
+    if _is_pointwise(op) or op in _ANY_SHARDS:
+        return True
+    return op in _EVEN_SHARDS and all(is_tensor_evenly_shardable(spec.shape, spec) for spec in specs)
 
 
 def _is_in_place(op: OpOverload, info: OpInfo, sharding: OutputSharding) -> bool:
@@ -545,7 +538,7 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
                 broadcast(x, mesh)
     written_shards = [x for x in writes if isinstance(x, DTensor)]
     for x in written_shards:
-        if torch.Tag.inplace_view in op.tags and all(p.is_replicate() for p in x.placements):
+        if torch.Tag.inplace_view in op.tags and x._spec.is_replicated():
             x._local_tensor, x._spec = wholes[id(x)], replicated_spec(wholes[id(x)], mesh)
             return return_and_correct_aliasing(op, args, kwargs, x)  # which changes the shape of `x` in place
         scatter_into(x, wholes[id(x)])

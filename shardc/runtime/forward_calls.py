@@ -192,8 +192,7 @@ def _call(part: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Replaces ``__call__`` of a submodule of a compiled module: calls ``part``, but raises InputError if its
     parameters are shards.
     """
-    if any(isinstance(param, DTensor) for param in part.parameters()):
-        raise by_itself(type(part).__name__)
+    _check_unsharded(part, type(part))
     return part._call_impl(*args, **kwargs)
 
 
@@ -201,17 +200,15 @@ def call_slice(part: nn.Module, cls: type[nn.Module], args: Sequence[PyTree], kw
     """Calls ``part``, a slice of a compiled container, by the forward of ``cls``. Raises InputError if it has sharded
     parameters.
     """
-    if any(isinstance(param, DTensor) for param in part.parameters()):
-        raise by_itself(cls.__name__)
+    _check_unsharded(part, cls)
     return cls.forward(part, *args, **kwargs)
 
 
-def by_itself(kind: str) -> InputError:
-    """Returns the error raised if a submodule, of class name ``kind``, of a compiled module is called directly: its
-    parameters are shards.
-    """
-    return InputError(
-        f"a part of a compiled module ({kind}) was called by itself; its parameters are shards",
-        fix="call it inside of `with module.summon_full_params():`, or compile it as a module of its own; a method of "
-        "the model may call it after shardc.register_forward_method(module, name of the method)",
-    )
+def _check_unsharded(part: nn.Module, cls: type) -> None:
+    """Raises InputError if parameters of ``part``, a submodule of class ``cls`` of a compiled module, are shards."""
+    if any(isinstance(param, DTensor) for param in part.parameters()):
+        raise InputError(
+            f"a part of a compiled module ({cls.__name__}) was called by itself; its parameters are shards",
+            fix="call it inside of `with module.summon_full_params():`, or compile it as a module of its own; a method "
+            "of the model may call it after shardc.register_forward_method(module, name of the method)",
+        )

@@ -186,7 +186,7 @@ def gather(x: DTensor) -> Tensor:
     """Gathers ``x``, with pending sums reduced, and returns the unsharded tensor; a collective. If ``x`` is
     replicated, its local tensor is returned.
     """
-    if all(placement.is_replicate() for placement in x.placements):
+    if x._spec.is_replicated():
         return x._local_tensor
     local, kind = x._local_tensor.detach(), x.device_mesh.device_type
     # An offloaded parameter is gathered on the device.
@@ -224,7 +224,7 @@ class ReplicatedSpec(DTensorSpec):
         """Makes ``spec`` a `ReplicatedSpec`, in place, if it is a plain DTensorSpec of a replicated tensor. Returns
         whether it was one.
         """
-        if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
+        if type(spec) is not DTensorSpec or not spec.is_replicated():
             return False
         spec.__class__ = cls
         return True

@@ -120,6 +120,16 @@ class Completion(dist.Work):
         return True
 
 
+class _Copies(threading.local):
+    """Device events of this thread, one for each copy to a device that may still be reading host memory."""
+
+    def __init__(self) -> None:
+        self.reading: list[torch.Event] = []
+
+
+_copies = _Copies()
+
+
 def _to_device(x: Tensor, device: str) -> Tensor:
     """Starts an asynchronous copy of the host tensor ``x`` to ``device``, and returns the copy. It may be used only
     after a wait for it.
@@ -135,7 +145,7 @@ def _to_device(x: Tensor, device: str) -> Tensor:
         copied.copy_(x, non_blocking=True)
         done = copies.record_event()
     # Until then the host memory must not change: `settle` waits for it.
-    _reading().append(done)
+    _copies.reading.append(done)
     _register_work(copied, Completion(lambda: module.current_stream().wait_event(done), (x, copied)))
     return copied
 
@@ -167,21 +177,8 @@ def _to_host(x: Tensor, read: bool = True) -> Tensor:
 
 def settle() -> None:
     """Waits until all copies to a device that this thread started have read their host memory."""
-    reading = _reading()
-    while reading:
-        reading.pop().synchronize()
-
-
-_local = threading.local()
-
-
-def _reading() -> list[torch.Event]:
-    """Returns this thread's list of device events. Each stands for a copy to a device that may still be reading host
-    memory.
-    """
-    if not hasattr(_local, "reading"):
-        _local.reading = []
-    return _local.reading
+    while _copies.reading:
+        _copies.reading.pop().synchronize()
 
 
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}

@@ -50,8 +50,8 @@ class ModuleSnapshot:
         self.modules = list(model.modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._parameters = _distinct(self.parameters)
-        self._tensors = [*self._parameters, *_distinct(self.buffers)]
+        self._parameters = list(dict.fromkeys(self.parameters.values()))
+        self._tensors = [*self._parameters, *dict.fromkeys(self.buffers.values())]
         self._attributes = list(map(vars, self.modules))
         places = [(attributes, kind) for attributes in self._attributes for kind in _KINDS]
         self._places = [(attributes, kind) for attributes, kind in places if attributes[kind]]
@@ -92,11 +92,6 @@ class ModuleSnapshot:
         if last is None or now != (last.training, last.grads, last.dtypes):
             last = self._mode = self._modes.setdefault(now, Mode(*now))
         return last
-
-
-def _distinct(named: Mapping[str, Tensor]) -> list[Tensor]:
-    """Returns the tensors of ``named`` without repetitions."""
-    return list({id(tensor): tensor for tensor in named.values()}.values())
 
 
 _CHECKED_TABLES = ("_modules", "_parameters", "_buffers")  # checked by `ModuleSnapshot`

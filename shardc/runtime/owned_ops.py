@@ -100,7 +100,7 @@ def _is_scalar(x: object) -> bool:
     """Whether ``x`` is a replicated tensor of one element."""
     if not isinstance(x, Tensor) or x.numel() != 1:
         return False
-    return not isinstance(x, DTensor) or all(placement.is_replicate() for placement in x.placements)
+    return not isinstance(x, DTensor) or x._spec.is_replicated()
 
 
 def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], like: Sequence[Tensor]) -> PyTree:

@@ -151,12 +151,11 @@ class Buffers:
         """
         for region, arena in self.arenas.items():
             arena.reserve(plan.size(region))
-        stack = _stack()
-        stack.append(window := Window(self, plan))
+        _running.windows.append(window := Window(self, plan))
         try:
             yield window
         finally:
-            stack.pop()
+            _running.windows.pop()
             self._uncount_returned()
 
     def _uncount_returned(self) -> None:
@@ -200,6 +199,16 @@ class Window:
     first: int = 0
 
 
+class _Running(threading.local):
+    """The `Window` of each graph that runs on this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+
+
+_running = _Running()
+
+
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns an uninitialised tensor of ``shape``, with the dtype of ``like``, for a collective's result. It lies in
     the arena if the running graph has a memory plan and the slot is free, else in new memory.
@@ -208,10 +217,9 @@ def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> 
         slots: slot indices of the collective, in the plan of the running graph; empty without a plan, which allocates.
         at: position of the result's slot in ``slots``.
     """
-    stack = _stack()
-    if not slots or not stack:
+    if not slots or not _running.windows:
         return like.new_empty(shape)
-    window = stack[-1]
+    window = _running.windows[-1]
     return window.buffers.take(window.plan.slots[window.first + slots[at]], like, shape)
 
 
@@ -229,13 +237,3 @@ def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
 def _on_free(tensor: Tensor, gone: Callable[[object], None]) -> None:
     """Registers ``gone``, a function of one unused argument, to be called when the storage of ``tensor`` is freed."""
     weakref.finalize(tensor.untyped_storage(), gone, None).atexit = False
-
-
-_local = threading.local()
-
-
-def _stack() -> list[Window]:
-    """Returns this thread's list of the `Window` of each running graph, innermost last."""
-    if not hasattr(_local, "stack"):
-        _local.stack = []
-    return _local.stack
