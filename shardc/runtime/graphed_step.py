@@ -124,7 +124,8 @@ class GraphedStep:
         own_args, own_kwargs = pytree.tree_unflatten(placed, structure)
         takes = runner.half(FORWARD).takes
         keys = [runner.draw(port.example.device) for port in takes if port.role.kind == "key"]
-        rates = [_rate(group["lr"], self._state.device) for group in self._optimizer.param_groups]
+        lrs = [torch.as_tensor(group["lr"], dtype=torch.float32) for group in self._optimizer.param_groups]
+        rates = [lr.detach().to(self._state.device, copy=True).reshape(()) for lr in lrs]
 
         def step() -> Result:
             # A recording can neither compare inputs between ranks, for which the host waits, nor draw keys.
@@ -155,7 +156,8 @@ class GraphedStep:
             for place, x in zip(recorded.inputs, tensors, strict=True):
                 place.copy_(x)
             for rate, group in zip(recorded.rates, self._optimizer.param_groups, strict=True):
-                _set(rate, group["lr"])
+                lr = group["lr"]
+                rate.fill_(lr.reshape(()) if isinstance(lr, Tensor) else lr)
             runner = self._state.cache.runner(recorded.program)
             for key in recorded.keys:
                 key.copy_(runner.draw(key.device))
@@ -251,21 +253,6 @@ class GraphedStep:
 
 
 _CHANGING = ("params", "lr", "initial_lr")
-
-
-def _rate(value: float | Tensor, device: torch.device) -> Tensor:
-    """Copies the learning rate ``value`` to a new float32 tensor on ``device``. A recorded step reads it from there."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, torch.float32, copy=True).reshape(())
-    return torch.tensor(value, dtype=torch.float32, device=device)
-
-
-def _set(rate: Tensor, value: float | Tensor) -> None:
-    """Writes the learning rate ``value`` to the tensor ``rate``, in place."""
-    if isinstance(value, Tensor):
-        rate.copy_(value.reshape(()))
-    else:
-        rate.fill_(value)
 
 
 def _check_program(program: Executable) -> None:

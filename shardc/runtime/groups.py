@@ -471,11 +471,6 @@ def results_of(start: fx.Node) -> str:
     """Returns the names of the results of the collective that node ``start`` starts, as text: ``%a, %b, %c and 2
     more``.
     """
-    work, names = list(start.users), []
-    while work:
-        user = work.pop(0)
-        if user.target is getitem:
-            work += list(user.users)
-        else:
-            names.append(f"%{ir.info(user).name}")
+    users = [user for x in start.users for user in (x.users if x.target is getitem else (x,))]
+    names = [f"%{ir.info(user).name}" for user in users]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -332,20 +332,13 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
     with torch.no_grad():
         for slot in written:
             _write(state, slot, values[id(slot)], new_buffers)
-        for slot in slots:
-            _note_attributes(slot)
+        for slot in slots:  # the module keeps the original tensors
+            assert slot.now is not None
+            slot.before.requires_grad_(slot.now.requires_grad)
+            vars(slot.before).update(attributes(slot.now))
     # Ranks compare the new values at the next call.
     state.params.fresh = True
     return result
-
-
-def _note_attributes(slot: Slot) -> None:
-    """Copies attributes and ``requires_grad`` that initialisation has set on a stand-in to the original tensor, which
-    the module keeps.
-    """
-    assert slot.now is not None
-    slot.before.requires_grad_(slot.now.requires_grad)
-    vars(slot.before).update(attributes(slot.now))
 
 
 def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch.Tensor]) -> None:

@@ -156,12 +156,9 @@ class Buffers:
             yield window
         finally:
             _running.windows.pop()
-            self._uncount_returned()
-
-    def _uncount_returned(self) -> None:
-        """Subtracts from the bytes in use those results of collectives that a graph returned to its caller."""
-        self.in_use -= sum(self._outside.values())
-        self._outside.clear()
+            # Results that a graph returned to its caller are no longer counted.
+            self.in_use -= sum(self._outside.values())
+            self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Returns a tensor for a collective's result. It lies in the arena memory of ``slot``, or in new memory if the
