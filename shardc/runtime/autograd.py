@@ -450,8 +450,7 @@ def _unaliased_outputs(program: Executable, step: Microstep, takes: Sequence[Rol
             occupied.add(storage)
             output = program.returned[role.index] if role.kind == "output" else None
             if output is not None and output.overlaps:
-                others = {at for at, other in enumerate(program.returned) if other.first == output.first}
-                x = read_only(x, output, role.index, others, sources.get(output.of or ""))
+                x = read_only(x, output, role.index, program.returned, sources.get(output.of or ""))
         outputs.append(x)
     return outputs
 

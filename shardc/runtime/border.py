@@ -157,9 +157,8 @@ class Border:
             output = self._aliasing[half][at]
             index = output.first if is_base else self.program.outputs[at].index
             takes = {port.role.name: at for at, port in enumerate(half.takes)}
-            others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
             source = feed[takes[output.of]] if output.of in takes else None
-            outputs[at] = read_only(outputs[at], output, index, others, source)
+            outputs[at] = read_only(outputs[at], output, index, self.program.returned, source)
         return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
@@ -350,18 +349,19 @@ class Border:
         return out.detach() if only_saved and self._aliasing[half][at].read_by else out.clone()
 
 
-def read_only(x: Tensor, output: Returned, index: int, others: set[int], source: Tensor | None) -> ReadOnly:
+def read_only(x: Tensor, output: Returned, index: int, returned: Sequence[Returned], source: Tensor | None) -> ReadOnly:
     """Wraps output ``x`` so that writes to it raise. On one device a write would also change another tensor in the
     same memory; here ``x`` is a copy.
 
     Args:
         output: how it aliases on one device.
         index: its index.
-        others: indices of the outputs in its memory there, its own among them.
+        returned: how each output aliases there.
         source: the parameter, buffer or input that owns this memory; None if there is none, or it is a constant.
     """
     if output.of is None:
-        shared = Shared(index, outputs_text(others - {index}))
+        others = {at for at, other in enumerate(returned) if other.first == output.first} - {index}
+        shared = Shared(index, outputs_text(others))
     elif source is None:
         shared = Shared(index, repr(output.of), constant=True)
     else:

@@ -542,14 +542,12 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
             x._local_tensor, x._spec = wholes[id(x)], replicated_spec(wholes[id(x)], mesh)
             return return_and_correct_aliasing(op, args, kwargs, x)  # which changes the shape of `x` in place
         scatter_into(x, wholes[id(x)])
-    originals = {id(wholes[id(x)]): x for x in written_shards}
+    originals = {id(wholes.get(id(x), x)): x for x in writes}
     like = first if draws(op) and isinstance(first, DTensor) else None
 
     def wrap(x: object) -> object:
-        if not isinstance(x, Tensor) or _is_in(x, writes):
-            return x
-        if id(x) in originals:
-            return originals[id(x)]
+        if not isinstance(x, Tensor) or id(x) in originals:
+            return originals.get(id(x), x)
         return scattered_like(like, x) if like is not None and x.shape == like.shape else replicated(x, mesh)
 
     return pytree.tree_map(wrap, result)

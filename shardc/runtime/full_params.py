@@ -181,6 +181,7 @@ def summon_full_params(
             left.setdefault(id(param), []).append(owner.get(key))
             owner[key] = param
         if writeback:
+            # All are checked before the first is written.
             changed = [(*named[which], _replaced_value(named[which], values)) for which, values in left.items()]
             for name, param, value in changed:
                 write(param, value, storages[name], rank)  # type: ignore[arg-type]
