@@ -182,19 +182,24 @@ class IdentityGuards:
         for part in more:
             if isinstance(part, tuple):
                 self._guard_path(part, lookup, seen)
-        if kind == "call" and more[0] in STATES:
-            self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
         if kind == "attribute":
             self._guard_attribute(lookup(more[0]), more[1])
+        elif kind == "call" and more[0] in STATES:
+            self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
         # Items of a module's tables (`_parameters`) are compared by the `ModuleSnapshot`.
         elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _CHECKED_TABLES):
-            container, key = lookup(more[0]), lookup(more[1])
-            if isinstance(container, (dict, MappingProxyType)) and key not in container:
-                self._missing_keys[id(container), key] = container, key
-            elif isinstance(container, (dict, MappingProxyType)):
-                self._items.setdefault(id(container), (container, {}))[1][key] = container[key]
+            container = lookup(more[0])
+            if isinstance(container, (dict, MappingProxyType)):
+                self._guard_item(container, lookup(more[1]))
             else:
                 self._guard_elements(container)
+
+    def _guard_item(self, mapping: Mapping[Any, object], key: object) -> None:
+        """Adds a guard for the item ``key`` of ``mapping``, or that it lacks the item."""
+        if key in mapping:
+            self._items.setdefault(id(mapping), (mapping, {}))[1][key] = mapping[key]
+        else:
+            self._missing_keys[id(mapping), key] = mapping, key
 
     def _guard_elements(self, container: object) -> None:
         """Adds a guard that ``container`` has the same elements, unless it is immutable or cannot be iterated."""
@@ -206,11 +211,9 @@ class IdentityGuards:
         still does, and, unless ``owner`` is a module, the attribute of the class.
         """
         attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
-        if name in attributes:
-            self._items.setdefault(id(attributes), (attributes, {}))[1][name] = attributes[name]
-            return
-        self._missing_keys[id(owner), name] = attributes, name
-        if name not in ("__dict__", "__mro__") and not isinstance(owner, nn.Module):
+        self._guard_item(attributes, name)
+        of_class = name not in attributes and name not in ("__dict__", "__mro__")
+        if of_class and not isinstance(owner, nn.Module):
             self._rest.append((owner, name, getattr(owner, name, GONE)))
 
 
