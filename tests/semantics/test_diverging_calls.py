@@ -201,7 +201,7 @@ def each_rank_comes_once() -> None:
     def answered_first(act: Any) -> None:
         consistency.on_message(consistency._connected(), str(consistency.number))
         compare(act)
-        came.append(int(consistency._store.add(f"{consistency._comparisons.at(consistency.number)}came", 0)))
+        came.append(int(consistency._store.add(f"{consistency._comparisons.key_prefix(consistency.number)}came", 0)))
         dist.barrier()
 
     came: list[int] = []
