@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -153,13 +154,8 @@ class ProgramCache:
         """Rebuilds the `IdentityGuards`, the quick checks by identity of all objects that captures of this cache's
         programs have read.
         """
-        reads = (guards.reads for guards in self._guards())
-        self._identities = IdentityGuards(reads, self.params.view, self.build.loss)
-
-    def _guards(self) -> Iterator[Guards]:
-        """Yields the guards of all programs."""
-        yield from (key.guards for key in self.programs)
-        yield from self.build.families.guards()
+        guards = chain((key.guards for key in self.programs), self.build.families.guards())
+        self._identities = IdentityGuards((x.reads for x in guards), self.params.view, self.build.loss)
 
     def holds(self, guards: Guards) -> bool:
         """Whether ``guards`` hold: the attributes and globals that a capture read still have equal values. A result
@@ -243,33 +239,44 @@ class ProgramCache:
         for grad in True, False:
             with tracing(grad):
                 example = Example(args, kwargs, self.with_loss(args, kwargs))
-                program: Any = self._sized(call, example, deferred)
-                if program is None:
-                    program = self.find(call, deferred)
-                compared = program
-                if needs_dumps and compared is not None and compared.from_store:
-                    program = self._shown.get(id(compared), (compared, None))[1]
-                if program is None:
-                    self._warn_of_unused(call, deferred)
-                    if CACHE.isEnabledFor(logging.INFO):
-                        CACHE.info("miss: %s", self._miss_reason(list(self.programs), call, deferred))
-                    with cheap_garbage_collection(), timed("program"):
-                        build, model = self.build, self.params.present()
-                        # The store has neither the graphs after each pass nor programs of `no_sync`.
-                        if needs_dumps or deferred:
-                            program = build(model, example, deferred)
-                        else:
-                            program = build.stored(model, example, evaluates)
-                    if compared is None:
-                        self.add(program)
-                    else:  # calls go on with the one that ranks have compared
-                        self._shown[id(compared)] = compared, program
-                    CACHE.info("new program: %s", program.stored)
-                else:
-                    self._unused = []
-                    CACHE.info("hit: %s", ", ".join(call.names))
+                program = self._find_or_compile(call, example, deferred, needs_dumps, evaluates)
             if not (evaluates and program.guards.reads.grad_mode):
                 break
+        return program
+
+    def _find_or_compile(
+        self, call: Signature, example: Example, deferred: Deferred, needs_dumps: bool, evaluates: bool
+    ) -> Executable:
+        """Returns the program for a call of the model in its present state, from the cache or the store, or compiled.
+
+        Args:
+            deferred: the gradients that the call leaves unreduced.
+            needs_dumps: as in `program_for`.
+            evaluates: whether it is a call without gradients.
+        """
+        sized = self._sized(call, example, deferred)
+        program = in_cache = self.find(call, deferred) if sized is None else sized
+        if needs_dumps and in_cache is not None and in_cache.from_store:
+            program = self._shown.get(id(in_cache), (in_cache, None))[1]
+        if program is not None:
+            self._unused = []
+            CACHE.info("hit: %s", ", ".join(call.names))
+            return program
+        self._warn_of_unused(call, deferred)
+        if CACHE.isEnabledFor(logging.INFO):
+            CACHE.info("miss: %s", self._miss_reason(list(self.programs), call, deferred))
+        with cheap_garbage_collection(), timed("program"):
+            model = self.params.present()
+            # The store has neither the graphs after each pass nor programs of `no_sync`.
+            if needs_dumps or deferred:
+                program = self.build(model, example, deferred)
+            else:
+                program = self.build.stored(model, example, evaluates)
+        if in_cache is None:
+            self.add(program)
+        else:  # calls go on with the one that ranks have compared
+            self._shown[id(in_cache)] = in_cache, program
+        CACHE.info("new program: %s", program.stored)
         return program
 
     def add_saved(self, programs: Iterable[Executable]) -> None:
@@ -286,7 +293,7 @@ class ProgramCache:
             reason = self._miss_reason(self._unused, call, deferred)
             self._unused = []
             text = f"no program of precompiled= fits this call, which compiles one: {reason}"
-            warnings.warn(ShardcWarning(text), stacklevel=4)
+            warnings.warn(ShardcWarning(text), stacklevel=5)
 
     def _miss_reason(self, programs: Sequence[CacheKey], call: Signature, deferred: Deferred) -> str:
         """Returns, as text, why none of ``programs`` fits a call: how the nearest call that has a program differs, or
