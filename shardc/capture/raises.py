@@ -31,7 +31,7 @@ def without_raising() -> Iterator[None]:
     """Context manager in which Dynamo leaves out ``if <tensor>: raise ...``, with a warning, where it would otherwise
     stop.
     """
-    tables = [(kind, list(kind.dispatch_table)) for kind in _subclasses(InstructionTranslatorBase)]
+    tables = [(kind, list(kind.dispatch_table)) for kind in subclasses(InstructionTranslatorBase)]
     with ExitStack() as stack:
         for kind, handlers in tables:
             for code in (dis.opmap[name] for name in _JUMPS if name in dis.opmap):
@@ -40,11 +40,11 @@ def without_raising() -> Iterator[None]:
         yield
 
 
-def _subclasses(kind: Any) -> Iterator[Any]:
+def subclasses(kind: Any) -> Iterator[Any]:
     """Yields the class ``kind`` and all its subclasses."""
     yield kind
     for derived in kind.__subclasses__():
-        yield from _subclasses(derived)
+        yield from subclasses(derived)
 
 
 def _leaving_out_raises(jump: Jump) -> Jump:
@@ -155,7 +155,7 @@ def _is_positive_definite(self: object, value: Tensor) -> Tensor:
 
 def fill_kl_cache() -> None:
     """Fills torch's cache of KL divergence functions. torch itself fills it at first use, which cannot be traced."""
-    pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _subclasses(torch.distributions.Distribution))}
+    pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in subclasses(torch.distributions.Distribution))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for pair in pairs - kl._KL_MEMOIZE.keys():

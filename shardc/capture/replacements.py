@@ -114,19 +114,11 @@ def register_caches() -> None:
     """
     module = sys.modules.get("transformers.cache_utils")
     for base in (getattr(module, name) for name in _BASES if hasattr(module, name)):
-        for kind in (base, *_subclasses(base)):
+        for kind in raises.subclasses(base):
             _registered[f"{kind.__module__}.{kind.__qualname__}"] = kind
             if kind not in pytree.SUPPORTED_NODES:
                 unflatten = partial(_unflatten, kind)
                 pytree.register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys)
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    """Yields all subclasses of ``kind``, their subclasses included."""
-    derived: type
-    for derived in kind.__subclasses__():
-        yield derived
-        yield from _subclasses(derived)
 
 
 def _flatten(cache: object) -> tuple[list[PyTree], Context]:

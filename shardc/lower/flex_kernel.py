@@ -118,6 +118,7 @@ class _Call:
 
     @property
     def _has_padding(self) -> bool:
+        """Whether columns of the operands may lie behind the last key, as those of other ranks or padding."""
         return self.positions[1] is not None or self.size[3] > self.keys
 
     def score(self, differentiable: bool = False) -> Callable[..., Tensor]:
@@ -152,6 +153,7 @@ class _Call:
 
     @property
     def _column(self) -> int:
+        """The index of the tensor of global columns in `position_tensors`, if there is one."""
         return 0 if self.positions[0] is None else 1
 
     def blocks(self) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter, getitem
@@ -105,10 +105,14 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, query in has.items() if not (hasattr(mkldnn, query) and getattr(mkldnn, query)()))
 
 
+def _fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
+    """Return the mode of the first fake tensor in ``values``; a new mode if there is none."""
+    return next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+
+
 def _separate(values: Sequence[InputType]) -> list[InputType]:
     """Return fake tensors with the metadata of ``values``, each a separate object: operands are found by identity."""
-    mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
-    with mode:
+    with _fake_mode_of(values):
         return [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
             for x in values
@@ -252,7 +256,7 @@ def _shardc_config(inputs: Sequence[InputType]) -> Iterator[None]:
 @contextmanager
 def _graph_cache(inputs: Sequence[InputType]) -> Iterator[None]:
     """Context manager in which Inductor may cache graphs, with shardc's lowerings as a part of the key."""
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    mode = _fake_mode_of(inputs)
     if mode.shape_env is None:
         mode.shape_env = ShapeEnv()  # without one, Inductor caches nothing
     with tracing(TracingContext(mode)), config.patch(cache_key_tag=_tag()):  # type: ignore[attr-defined]
@@ -274,9 +278,8 @@ def _decomposed(
     Args:
         kernels: further decompositions, to ops for which Inductor has kernels on some devices.
     """
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     table = {**widened(select_decomp_table()), **float8_ops.WRITTEN_OUT, **kernels}
-    with mode, torch.no_grad():
+    with _fake_mode_of(inputs), torch.no_grad():
         decomposed = make_fx(gm, decomposition_table=table)(*inputs)
     # torch's kernel of flex_attention for few queries lacks the third result, which Inductor would look up unread.
     for node in decomposed.graph.find_nodes(op="call_function", target=getitem):
@@ -349,8 +352,7 @@ def give_values(gm: fx.GraphModule) -> None:
     kinds: dict[Hashable, int] = {}
     seen: dict[int, str] = {}  # id of a value -> its kind
     values: dict[Hashable, object] = {}
-    examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    mode = _fake_mode_of(node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
 
     def kind(node: fx.Node) -> str:
         value = node.meta["val"]

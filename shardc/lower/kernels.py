@@ -71,23 +71,26 @@ def together() -> Iterator[None]:
         plain = _PLAIN.fullmatch(source_code) if get_ident() == thread else None
         return alone(self, argtypes, source_code) if plain is None else _Kernel(argtypes, *plain.groups())
 
-    def all_of(self: AsyncCompile, scope: dict[str, object]) -> None:
+    def wait_for_kernels(self: AsyncCompile, scope: dict[str, object]) -> None:
         kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
         loads: Loads = {}
         left = iter([kernel for kernel in kernels.values() if not _take_cached(kernel, loads, self)])
         while some := list(islice(left, AT_ONCE)):
-            _start(some, self)
+            _compile_in_one_file(some, self)
         if (graphs := _deferred.get()) is not None:
             graphs.append((scope, kernels))
             scope.update(dict.fromkeys(kernels))  # Inductor would wait for them
         else:
-            _put(scope, kernels)
+            _define_kernels(scope, kernels)
         wait(self, scope)
 
-    if not _has_parts():
+    if not _template_has_parts():
         yield
         return
-    with patch.object(AsyncCompile, "cpp_pybinding", defer_kernel), patch.object(AsyncCompile, "wait", all_of):
+    with (
+        patch.object(AsyncCompile, "cpp_pybinding", defer_kernel),
+        patch.object(AsyncCompile, "wait", wait_for_kernels),
+    ):
         yield
 
 
@@ -105,10 +108,10 @@ def at_end() -> Iterator[None]:
     finally:
         _deferred.reset(token)
     for scope, kernels in graphs:
-        _put(scope, kernels)
+        _define_kernels(scope, kernels)
 
 
-def _put(scope: dict[str, object], kernels: dict[str, _Kernel]) -> None:
+def _define_kernels(scope: dict[str, object], kernels: dict[str, _Kernel]) -> None:
     """Makes compiled ``kernels`` known to a graph's generated code, by setting them in its globals ``scope``."""
     scope.update({name: kernel.result() for name, kernel in kernels.items()})
 
@@ -120,40 +123,40 @@ def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
     if not caches():
         return False
     with suppress(OSError, ValueError):  # nothing is there, or it is damaged
-        file, name = _place(kernel).read_text().split()
+        file, name = _cache_entry(kernel).read_text().split()
         if file not in loads and _hash(text := (cache_folder("kernels") / file).read_text()) == Path(file).stem:
-            loads[file] = _load(text, by)
+            loads[file] = _begin_loading(text, by)
         kernel.load, kernel.name = loads.get(file), name
     return kernel.load is not None
 
 
-def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
+def _compile_in_one_file(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
     """Write ``kernels`` to one C++ file, and start to compile it in the background."""
     lines = list(dict.fromkeys(kernel.include for kernel in kernels))
     for at, kernel in enumerate(kernels):
         kernel.name = f"kernel_{at}"
         lines.append(f'extern "C" void {kernel.name}{kernel.code}')
     text = "\n".join([*lines, _bindings(kernels)])
-    load = _load(text, by)
+    load = _begin_loading(text, by)
     for kernel in kernels:
         kernel.load = load
     if caches():
         file = cache_folder("kernels") / f"{_hash(text)}.cpp"
         write_atomic(str(file), text)
         for kernel in kernels:
-            write_atomic(str(_place(kernel)), f"{file.name} {kernel.name}")
+            write_atomic(str(_cache_entry(kernel)), f"{file.name} {kernel.name}")
 
 
-def _load(text: str, by: AsyncCompile) -> Load:
+def _begin_loading(text: str, by: AsyncCompile) -> Load:
     """Start to compile the C++ source ``text``, unless it is cached. Return a function that waits for the compiled
     module and returns it.
     """
     # `load_async` submits while it holds the lock that the work takes. With one thread, that would wait for itself.
     submit = by.submit if get_compile_threads() > 1 else None
-    return partial(_whole, CppPythonBindingsCodeCache.load_async(text, submit_fn=submit))
+    return partial(_load_or_recompile, CppPythonBindingsCodeCache.load_async(text, submit_fn=submit))
 
 
-def _whole(load: Load) -> ModuleType:
+def _load_or_recompile(load: Load) -> ModuleType:
     """Return the module of compiled kernels that ``load`` loads. If its file is broken, as after a killed compiler,
     it is compiled again.
     """
@@ -170,7 +173,7 @@ def _whole(load: Load) -> ModuleType:
                 return load()
 
 
-def _place(kernel: _Kernel) -> Path:
+def _cache_entry(kernel: _Kernel) -> Path:
     """Return the path of the cache entry of ``kernel``: a small file that names the C++ file in which the kernel is
     compiled.
     """
@@ -213,7 +216,7 @@ def _binding(kernel: _Kernel) -> str:
 
 
 @cache
-def _has_parts() -> bool:
+def _template_has_parts() -> bool:
     """Return whether Inductor's C++ template has the snippets that shardc replaces, once each."""
     kernel = _Kernel([], "", "")
     kernel.name = "kernel_0"
@@ -226,7 +229,7 @@ def begin_check() -> None:
     """Start in the background to test with g++ which vector instructions this CPU has (`check_vectors`), as that
     takes seconds.
     """
-    if _begun or _is_known():
+    if _begun or _vectors_are_known():
         return
     thread = Thread(target=copy_context().run, args=(_try_check,), name="vector instructions", daemon=True)
     _begun.append(thread)
@@ -241,7 +244,7 @@ def check_vectors() -> None:
     """
     if _begun and _begun[0] is not current_thread():
         _begun[0].join()
-    if _is_known():
+    if _vectors_are_known():
         return
     listed = cpu_vec_isa.valid_vec_isa_list
     with config.patch({"cpp.vec_isa_ok": True}):
@@ -264,7 +267,7 @@ def check_vectors() -> None:
             getattr(type(kind).__bool__, "cache_clear", lambda: None)()
 
 
-def _is_known() -> bool:
+def _vectors_are_known() -> bool:
     """Whether the vector instructions to compile for are known in this process."""
     return config.cpp.vec_isa_ok is not None or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize > 0
 
