@@ -318,8 +318,12 @@ def _sizes(module: nn.Module) -> tuple[Sizes, dict[str, str]]:
 
 def _empty_like(x: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor, or parameter, with the metadata of ``x`` on ``device``."""
-    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    return _as_kind(x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device))
+
+
+def _as_kind(x: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` as a parameter if ``x`` is one, else as it is."""
+    return nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
 
 
 def _to_storage(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str, x: Tensor) -> Tensor:
@@ -337,12 +341,11 @@ def _to_storage(spec: ShardingSpec, sources: Sources, init_sync: bool, name: str
         return _empty_like(x, torch.device("meta")) if isinstance(x, DTensor) else x
     if isinstance(x, DTensor) and x.device.type != "meta":  # gathers one tensor at a time
         with groups.consistency.waits():
-            whole = cast(DTensor, x.detach()).full_tensor()
-        x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
+            x = _as_kind(x, cast(DTensor, x.detach()).full_tensor())
     if init_sync and x.device.type != "meta":
         value = x.detach().to(spec.device, copy=True).contiguous()
         groups.of_first(bytes_of(value))
-        x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
+        x = _as_kind(x, value)
     if not isinstance(x, nn.Parameter):
         return _empty_like(x, x.device) if x.device.type == "meta" else x.detach().to(spec.device, copy=True)
     storage = spec.stored[name]
