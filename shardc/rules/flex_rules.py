@@ -47,6 +47,7 @@ class _Heads(SequenceHeads):
 
 
 def _flex(call: Call) -> Spec:
+    """Return the spec of flex_attention. If keys are split, the output is a partial sum."""
     loops = Loops(call)
     heads = _Heads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
@@ -55,6 +56,7 @@ def _flex(call: Call) -> Spec:
 
 
 def _gradient(call: Call) -> Spec:
+    """Return the spec of the backward of flex_attention."""
     loops = Loops(call)
     heads = _Heads(loops, backward=True)
     results = [heads.query, heads.key, heads.value, *(heads.captured[at] for at in call["wanted"])]

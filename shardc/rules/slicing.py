@@ -139,6 +139,7 @@ def _unbind(call: Call) -> Spec:
 
 
 def _slice_scatter(call: Call) -> Spec:
+    """Return the spec of a write of a slice. Its dim may be split into blocks of which the slice consists."""
     dim, start, _, step = _slice_bounds(call)
     loops = Loops(call)
     shape, src = loops.shapes
@@ -157,6 +158,7 @@ def _slice_scatter_local(local: Local) -> Emitted:
 
 
 def _select_scatter(call: Call) -> Spec:
+    """Return the spec of a write of one index of a dim, which may be split."""
     loops, x, rest = _unstacked(call, FREE)
     return loops.spec([x, rest], [x], linear=[{0, 1}])
 
@@ -196,6 +198,7 @@ def _pads(call: Call) -> list[tuple[int, int]]:
 
 
 def _pad(call: Call) -> Spec:
+    """Return the spec of ``constant_pad_nd``. A dim may be split into blocks of which its padding consists, too."""
     loops = Loops(call)
     before, after = [], []
     for i, (size, size_after, (left, right)) in enumerate(
@@ -216,6 +219,7 @@ def _pad_local(local: Local) -> Emitted:
 
 
 def _stack(call: Call) -> Spec:
+    """Return the spec of ``stack``: the new dim must not be split."""
     loops = Loops(call)
     shape = loops.result_shapes[0]
     dim = call["dim"] % len(shape)
