@@ -263,6 +263,15 @@ def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) 
     output_node(graph).args = (tuple(results),)
 
 
+def dependents(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes in ``sources``, and all nodes of ``graph`` that are computed from one of these."""
+    dependent = set(sources)
+    for node in graph.nodes:
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy of ``graph``, with copies of each node's ``meta``."""
     copy = fx.Graph()

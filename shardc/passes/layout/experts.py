@@ -118,28 +118,19 @@ def _between(ends: Iterable[object], stops: set[fx.Node], border: fx.Node) -> li
     """Returns the nodes that ``ends`` depend on, back to ``stops`` (exclusive), in graph order; errors name the source
     line of ``border``, a mark.
 
-    Args:
-        border: the mark whose source line an error names.
-
     Raises:
         CaptureError: they depend on a placeholder or on another call's mark.
     """
-    inside: set[fx.Node] = set()
-    work = [node for node in ends if isinstance(node, fx.Node) and node not in stops]
-    while work:
-        node = work.pop()
-        if node in inside:
-            continue
-        if node.op == "placeholder" or node.target is expert_markers.ENTER:
-            record = ir.info(border)
-            raise CaptureError(
-                f"an expert's function reads {ir.info(node).name}, which is not among its arguments",
-                source=record.origin.source or None,
-                fix="pass it as one of the experts' parameters, with a first dim of one entry for each expert",
-            )
-        inside.add(node)
-        work += [x for x in node.all_input_nodes if x not in stops]
-    return [node for node in border.graph.nodes if node in inside]
+    inside = ir.ancestors(ends, stops.__contains__)
+    nodes = [node for node in border.graph.nodes if node in inside and node not in stops]
+    outside = [node for node in nodes if node.op == "placeholder" or node.target is expert_markers.ENTER]
+    if outside:  # the last one is read itself, not through another one
+        raise CaptureError(
+            f"an expert's function reads {ir.info(outside[-1]).name}, which is not among its arguments",
+            source=ir.info(border).origin.source or None,
+            fix="pass it as one of the experts' parameters, with a first dim of one entry for each expert",
+        )
+    return nodes
 
 
 Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the dim of the rows

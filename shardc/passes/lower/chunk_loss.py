@@ -304,7 +304,7 @@ class _Loops(ChunkRewriter):
         region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
         read = {x: None for node in loop for x in node.all_input_nodes}
         # The first logits of backward wait for a tangent, so that they are not computed in forward.
-        self.done = [x for x in read if self.tangents[x] and not region.has(x)][:1] if backward else []
+        self.done = [x for x in read if x in self.tangents and not region.has(x)][:1] if backward else []
         results = [x for x in loop if x in self.cuts and (x in region.ends or not region.is_wide(x))]
         results = [x for x in results if any(user not in loop for user in x.users)]
         for number in range(self.count):

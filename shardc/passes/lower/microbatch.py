@@ -24,7 +24,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import arguments_of, collective_kind, named_axes
 from shardc.ir.executable import GATHER, JOIN, KEPT, KNOWN, SUM, TERM
-from shardc.ir.graph import Info, NameScope, Role
+from shardc.ir.graph import NameScope, Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import CAST, communicates, is_view
@@ -142,7 +142,7 @@ class Microbatch:
         rest: list[tuple[Role, Argument]] = []
         # A term that depends on a tangent comes from backward, any other from forward.
         for wait in cut.closing:
-            back = cut.needs_tangent[wait]
+            back = wait in cut.needs_tangent
             role = Role("grad" if back else TERM, cut.name(wait), len(grads if back else first))
             (grads if back else first).append((role, cut.term(wait)))
         for role, x in ir.outputs(graph):
@@ -182,8 +182,7 @@ class Microbatch:
             at = rewriter.before(devices, like=last, suffix="first")
             summed = at.call(WAIT, at.call(last.target, source, *last.args[1:]))
             devices.replace_input_with(source, summed)
-            wait.replace_all_uses_with(last.all_input_nodes[0])
-            graph.erase_node(wait)
+            rewriter.replace(wait, last.all_input_nodes[0])
             graph.erase_node(last)
 
     def _scale_alone(self, graph: fx.Graph) -> None:
@@ -199,8 +198,7 @@ class Microbatch:
                     fix=f"give each rank a multiple of {BLOCK} tokens in each microbatch",
                 )
             (wait,) = node.users
-            wait.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(wait)
+            GraphRewriter(graph).replace(wait, node.all_input_nodes[0])
             graph.erase_node(node)
 
     def _normalize(self, graph: fx.Graph) -> None:
@@ -222,11 +220,9 @@ class Microbatch:
             source = node.all_input_nodes[0]
             if op == "avg" and varies[source]:
                 node.args = (source, "sum", *node.args[2:])
-                users = list(wait.users)
                 mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
-                for user in users:
-                    user.replace_input_with(wait, mean)
-            if op in ("sum", "avg") and varies[source] and not after_tangent[node]:
+                rewriter.redirect(wait, mean)
+            if op in ("sum", "avg") and varies[source] and node not in after_tangent:
                 self._widen(node, wait, rewriter)
             elif not varies[source] and op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
@@ -234,14 +230,13 @@ class Microbatch:
                     source = at.call(aten.mul.Tensor, source, count)
                 elif op == "product":
                     source = at.call(aten.pow.Tensor_Scalar, source, count)
-                wait.replace_all_uses_with(source)
-                graph.erase_node(wait)
+                rewriter.replace(wait, source)
                 graph.erase_node(node)
                 erased.add(wait)
 
     def _widen(self, node: fx.Node, wait: fx.Node, rewriter: GraphRewriter) -> None:
         """Computes a sum in float32 if its operand is narrower (many terms lose digits), and casts it back."""
-        source, users = node.all_input_nodes[0], list(wait.users)
+        source = node.all_input_nodes[0]
         dtype = source.meta["val"].dtype
         if dtype not in (torch.bfloat16, torch.float16):
             return
@@ -251,8 +246,7 @@ class Microbatch:
             x.meta["val"] = wide.meta["val"]
             ir.update(x, value=ir.value(wide))
         narrow = rewriter.after(wait, suffix="narrow").call(CAST, wait, dtype=dtype)
-        for user in users:
-            user.replace_input_with(wait, narrow)
+        rewriter.redirect(wait, narrow)
 
     def _varies(self, node: fx.Node, varies: Mapping[fx.Node, bool]) -> bool:
         """Returns whether ``node`` differs between microbatches; ``varies`` has the answer for the nodes before it."""
@@ -303,7 +297,7 @@ class _Cut:
         opening, closing: those of ``waits`` that a node which varies over microbatches needs, and the others.
         reads_gradients: whether a loop before the body reads gradients of outputs.
         level: node -> number of loops before the body that must have run before it is known.
-        needs_tangent: node -> whether it depends on the gradient of an output.
+        needs_tangent: the nodes that depend on the gradient of an output.
     """
 
     def __init__(self, graph: fx.Graph, options: Microbatch) -> None:
@@ -313,21 +307,16 @@ class _Cut:
         for node in graph.nodes:
             self.varies[node] = options._varies(node, self.varies)
         self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], options.mesh)]
-        read: dict[fx.Node, bool] = {}  # whether something that varies reads it
-        for node in reversed(graph.nodes):
-            read[node] = any(user.op != "output" and (self.varies[user] or read[user]) for user in node.users)
-        self.opening = [wait for wait in self.waits if read[wait]]
-        self.closing = [wait for wait in self.waits if not read[wait]]
-        self._set_levels()
-
-    def _set_levels(self) -> None:
-        """Sets ``level``, the number of loops that must have run before a node is known, and ``reads_gradients``."""
+        varying = [node for node in graph.nodes if self.varies[node] and node.op != "output"]
+        read = ir.ancestors(x for node in varying for x in node.all_input_nodes)  # by something that varies
+        self.opening = [wait for wait in self.waits if wait in read]
+        self.closing = [wait for wait in self.waits if wait not in read]
+        self.reads_gradients = not self.needs_tangent.isdisjoint(self.opening)
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
-        for node in self.graph.nodes:
+        for node in graph.nodes:
             below = max((self.level[x] for x in node.all_input_nodes), default=0)
             self.level[node] = below + (node in opening)
-        self.reads_gradients = any(self.needs_tangent[wait] for wait in self.opening)
 
     @cached_property
     def levels(self) -> int:
@@ -356,10 +345,11 @@ class _Cut:
         """Returns the values that loop number ``level`` makes known and later nodes read. They are equal in all
         microbatches.
         """
+        after_closing = ir.dependents(self.graph, self.closing)  # known only at the end of the step
         is_shared = {
             node: 0 < self.level[node] <= level
-            and not (self.varies[node] or self._after_closing[node])
-            and (self.reads_gradients or not self.needs_tangent[node])
+            and not (self.varies[node] or node in after_closing)
+            and (self.reads_gradients or node not in self.needs_tangent)
             for node in self.graph.nodes
         }
         return [
@@ -369,14 +359,6 @@ class _Cut:
             and self.level[node] == level
             and any(not is_shared.get(user, False) for user in node.users)
         ]
-
-    @cached_property
-    def _after_closing(self) -> dict[fx.Node, bool]:
-        """Return node -> whether it depends on a sum that is known only at the end of the step."""
-        closing, later = set(self.closing), dict[fx.Node, bool]()
-        for node in self.graph.nodes:
-            later[node] = node in closing or any(later[x] for x in node.all_input_nodes)
-        return later
 
     @cached_property
     def _layers(self) -> frozenset[str]:
@@ -399,7 +381,7 @@ class _Cut:
         """
         calls = (node for node in graph.nodes if node.op == "call_function")
         layers = (node for node in calls if ir.info(node).name in self._layers)
-        return sum(flops_of(node) for node in layers if not (forward and self.needs_tangent[node]))
+        return sum(flops_of(node) for node in layers if not (forward and node in self.needs_tangent))
 
     def name(self, wait: fx.Node) -> str:
         """Returns the name of the sum that ``wait`` waits for."""
@@ -531,13 +513,9 @@ def mark_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM)
     return backward
 
 
-def needs_tangent(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Returns node -> whether it depends on the gradient of an output."""
-    needs: dict[fx.Node, bool] = {}
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and ir.role(node).kind == "tangent"
-        needs[node] = is_tangent or any(needs[x] for x in node.all_input_nodes)
-    return needs
+def needs_tangent(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes that depend on the gradient of an output."""
+    return ir.dependents(graph, ir.placeholders(graph, "tangent"))
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:
@@ -553,7 +531,7 @@ def _in_time(node: Argument, mesh: Mesh) -> bool:
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
 
 
-def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Container[fx.Node] = ()) -> fx.Graph:
+def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], late: Iterable[fx.Node] = ()) -> fx.Graph:
     """Cuts a graph out of ``graph``: returns the one that computes ``results`` and takes the values ``cuts`` as
     arguments. ``late``: those of ``cuts`` that only backward reads, as it reads gradients of outputs.
 
@@ -563,14 +541,15 @@ def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], lat
     """
     needed = ir.ancestors((x for _, x in results), cuts.__contains__)
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    in_backward = {node: needs or node in late for node, needs in needs_tangent(graph).items()}
+    in_backward = needs_tangent(graph).union(late)
     inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]
-    for node in sorted(inputs, key=lambda node: (in_backward[node], node in cuts)):
+    for node in sorted(inputs, key=lambda node: (node in in_backward, node in cuts)):
         if node in cuts:
-            prefix = "tangents" if in_backward[node] else "primals"  # the partitioner goes by names
+            prefix = "tangents" if node in in_backward else "primals"  # the partitioner goes by names
             env[node] = part.placeholder(node.name if node.op == "placeholder" else f"{prefix}_{node.name}")
             env[node].meta["val"] = node.meta["val"]
-            ir.set_info(env[node], _as_argument(ir.info(node), cuts[node]))
+            argument = replace(ir.info(node), role=cuts[node], needs=None, is_kept_part=False, regathers="")
+            ir.set_info(env[node], argument)
         else:
             env[node] = part.node_copy(node)
     for node in graph.nodes:
@@ -580,8 +559,3 @@ def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], lat
     output.meta = dict(ir.output_node(graph).meta)
     output.meta[ir.ROLES] = tuple(role for role, _ in results)
     return part
-
-
-def _as_argument(record: Info, role: Role) -> Info:
-    """Returns the record of a new argument of ``role`` that replaces the value of ``record``."""
-    return replace(record, role=role, needs=None, is_kept_part=False, regathers="")

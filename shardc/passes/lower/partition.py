@@ -136,10 +136,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
-    needed = {x for _, x in outputs if isinstance(x, fx.Node)}
-    for node in reversed(gm.graph.nodes):
-        if node in needed and node.op != "output":
-            needed.update(node.all_input_nodes)
+    needed = ir.ancestors(x for _, x in outputs)
     for node in gm.graph.nodes:
         if node in needed or (node.op == "placeholder" and ir.role(node).kind not in ("tangent", TRANSFER)):
             env[node] = graph.node_copy(node, lambda n: env[n])

@@ -210,12 +210,12 @@ class _Assignment:
         undecided: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and not self._is_free(node):
-                stage = self._backward(node) if self.needs_tangent[node] else self._forward(node)
+                stage = self._stage_of(node)
                 if stage is None:
                     undecided.append(node)
                 self.stage[node] = 0 if stage is None else stage
         for node in reversed(undecided):  # at its earliest use
-            if not self.needs_tangent[node] and (readers := self.readers(node)):
+            if readers := self.readers(node):
                 self.stage[node] = min(readers)
 
     def readers(self, node: fx.Node) -> list[int]:
@@ -285,7 +285,7 @@ class _Assignment:
         operands = node.all_input_nodes
         if any(x in self.stage for x in operands):
             return False
-        params = frozenset[str]().union(*(self._params.get(x, frozenset()) for x in operands))
+        params = self._params_read(node)
         moves = communicates(node.target) or moves_data(node.target) or is_view(node.target) or node.target is CAST
         reads_inputs = any(x in self._of_inputs for x in operands)
         if params and (reads_inputs or not moves):
@@ -295,25 +295,24 @@ class _Assignment:
             self._of_inputs.add(node)
         return True
 
-    def _forward(self, node: fx.Node) -> int | None:
-        """Returns the stage of an op of the forward; None if neither module nor operands decide it."""
-        operands = [self.stage[x] for x in node.all_input_nodes if x in self.stage]
+    def _stage_of(self, node: fx.Node) -> int | None:
+        """Returns the stage of an op: in the forward no earlier than those of its operands and of its module, in the
+        backward no later than those of the gradients that it reads and of its module. Returns None for an op of the
+        forward if neither module, operands nor parameters decide it.
+        """
+        operands = [x for x in node.all_input_nodes if x in self.stage]
         module = self.stages.of_module(ir.info(node).origin.module)
-        if module is None and not operands:
-            params = frozenset[str]().union(*(self._params.get(x, frozenset()) for x in node.all_input_nodes))
-            return self._owner(params) if params else None
-        return max([*operands, *([] if module is None else [module])])
+        of_module = [] if module is None else [module]
+        if gradients := [self.stage[x] for x in operands if x in self.needs_tangent]:
+            return min([*gradients, *of_module])
+        earliest = [*(self.stage[x] for x in operands), *of_module]
+        if not earliest and (params := self._params_read(node)):
+            earliest = [self._owner(params)]
+        return max(earliest, default=self.stages.count - 1 if node in self.needs_tangent else None)
 
-    def _backward(self, node: fx.Node) -> int:
-        """Returns the stage of an op of the backward."""
-        operands = [self.stage[x] for x in node.all_input_nodes if x in self.stage and self.needs_tangent[x]]
-        forward = [self.stage[x] for x in node.all_input_nodes if x in self.stage and not self.needs_tangent[x]]
-        module = self.stages.of_module(ir.info(node).origin.module)
-        if not operands:
-            params = frozenset[str]().union(*(self._params.get(x, frozenset()) for x in node.all_input_nodes))
-            anchors = [*forward, *([] if module is None else [module])] or [self._owner(params)] * bool(params)
-            return max(anchors, default=self.stages.count - 1)
-        return min([*operands, *([] if module is None else [module])])
+    def _params_read(self, node: fx.Node) -> frozenset[str]:
+        """Returns the parameters that the operands of ``node`` are moved from."""
+        return frozenset[str]().union(*(self._params.get(x, frozenset()) for x in node.all_input_nodes))
 
     def _owner(self, params: Iterable[str]) -> int:
         """Returns the last of the stages that store the parameters ``params``."""
