@@ -10,7 +10,7 @@ source line, phase and checkpoint region.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +20,19 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.fake_values import fake_result
-from shardc.ir.graph import Info, NameScope, Value, info, layout, output_node, set_info, update, value_of
+from shardc.ir.graph import (
+    Info,
+    NameScope,
+    Value,
+    ancestors,
+    info,
+    layout,
+    output_node,
+    placeholders,
+    set_info,
+    update,
+    value_of,
+)
 
 
 class GraphRewriter:
@@ -87,6 +99,11 @@ class GraphRewriter:
         self.graph.erase_node(node)
         if rename:
             set_info(new, info(node))
+
+    def redirect(self, node: fx.Node, new: fx.Node) -> None:
+        """Make all users of ``node`` read ``new`` instead, except the ops from which ``new`` is computed."""
+        made_of = ancestors([new], [node])
+        node.replace_all_uses_with(new, lambda user: user not in made_of)
 
     def erase_unused(self) -> None:
         """Erase all ops whose results nothing reads, among them collectives and waits."""
@@ -164,6 +181,23 @@ class Inserter:
         suffix = self.suffix or getattr(target, "overloadpacket", target).__name__
         name = self.rewriter.names.fresh(f"{self.record.name}.{suffix}")
         return set_info(node, replace(self.record, name=name, value=value, **_OWN))
+
+
+def inline_graph(
+    graph: fx.Graph, operands: Sequence[fx.Node | None], emit: Callable[[fx.Node, Any, Any], fx.Node]
+) -> list[fx.Node]:
+    """Insert the ops of ``graph``, a traced function, into another graph; return its results there.
+
+    Args:
+        operands: for each placeholder of ``graph``, the node that takes its place; None for one that nothing reads.
+        emit: inserts the counterpart of an op of ``graph``, given the op and its new args and kwargs, and returns it.
+    """
+    env: dict[fx.Node, Any] = dict(zip(placeholders(graph), operands, strict=True))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = emit(node, args, kwargs)
+    return [env[x] for x in output_node(graph).args[0]]
 
 
 # Fields of `Info` that no new node inherits.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import Argument
 
 from shardc.custom_ops.region import Ranks, Region, on_ranks
 from shardc.custom_ops.region import region as region_of
@@ -19,39 +18,14 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.rewriter import GraphRewriter
+from shardc.ir.rewriter import inline_graph
+from shardc.passes.layout.padded_values import Calls
 from shardc.passes.op_calls import operands_of
 from shardc.plan.layout_spec import to_layout
 from shardc.rules.spec import Strategy
 
 CALL, GRADIENT = torch.ops.shardc_region.call.default, torch.ops.shardc_region.gradient.default
 OPS = (CALL, GRADIENT)
-
-
-class Emitter(Protocol):
-    """Interface of the builder of a local graph (`shardc.passes.lower.localize`).
-
-    Attributes:
-        rewriter: inserts the nodes.
-        device: device of the fake values.
-        traced: the node being lowered, whose operands' strides its kernel relies on.
-    """
-
-    rewriter: GraphRewriter
-    device: torch.device
-    traced: fx.Node | None
-
-    def call(self, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-        """Appends a call of ``target``; returns its node."""
-        ...
-
-    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
-        """Returns the node of this rank's index along ``axes``."""
-        ...
-
-    def like(self, x: fx.Node, old: object) -> fx.Node:
-        """Returns ``x``, copied if its strides are not those that ``old`` had in the trace."""
-        ...
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
@@ -71,30 +45,20 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
     arguments = tuple(_layout(region, "in", at, spec, mesh, values[at]) for at, spec in enumerate(region.inputs))
     for at, layout in enumerate(arguments):
         if layout.partial:
-            raise RuleError(
-                f"local_map of {region.name}: in_layouts[{at}] is {layout}, with a pending reduction",
-                source=region.source,
-                fix="take the argument whole, or split; the reduction is then done before the region",
-            )
+            fix = "take the argument whole, or split; the reduction is then done before the region"
+            raise _error(region, f"in_layouts[{at}] is {layout}, with a pending reduction", fix)
     if node.target is CALL:
         assert isinstance(value, tuple)
         if len(value) != len(region.outputs):
-            raise RuleError(
-                f"local_map of {region.name}: it returns {len(value)} tensors and has {len(region.outputs)} "
-                "out_layouts",
-                source=region.source,
-                fix="give one layout for each tensor that it returns",
-            )
+            text = f"it returns {len(value)} tensors and has {len(region.outputs)} out_layouts"
+            raise _error(region, text, "give one layout for each tensor that it returns")
         results = tuple(
             _layout(region, "out", at, region.outputs[at], mesh, v) for at, v in enumerate(value) if v is not None
         )
         for at, layout in enumerate(results):
             if any(op != "sum" for _, op in layout.partial):
-                raise RuleError(
-                    f"local_map of {region.name}: out_layouts[{at}] is {layout}, and only a sum may be left pending",
-                    source=region.source,
-                    fix="do the reduction in the function, with shardc.local",
-                )
+                text = f"out_layouts[{at}] is {layout}, and only a sum may be left pending"
+                raise _error(region, text, "do the reduction in the function, with shardc.local")
         return Strategy(arguments, results)
     floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
     tangents = _tangents(region, mesh, values[count:])
@@ -102,7 +66,7 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
     return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
 
 
-def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[fx.Node]:
+def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Calls) -> list[fx.Node]:
     """Traces the region's function on shards, emits its ops, and returns the result nodes.
 
     Args:
@@ -134,41 +98,22 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[f
         indices = [torch.zeros(1, dtype=torch.int64, device=emitter.device) for _ in mesh.axes]
         with _explained(region, fakes):
             traced = make_fx(on_a_rank)(fakes, indices)
-    results = _inline(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, region)
+    traced.graph.eliminate_dead_code()
+    if traced.graph.find_nodes(op="get_attr"):
+        fix = "pass it as an argument, with a layout"
+        raise _error(region, "it uses a tensor that is none of its arguments", fix)
+    index_inputs = ir.placeholders(traced.graph)[len(operands) :]
+    coordinates = [
+        emitter.coordinate((axis,)) if x.users else None for axis, x in zip(mesh.axes, index_inputs, strict=True)
+    ]
+
+    def emit_op(traced_op: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        emitter.traced = traced_op  # operands whose strides its kernel did not get in this trace are copied
+        return emitter.call(traced_op.target, *args, **kwargs)
+
+    results = inline_graph(traced.graph, [*operands, *coordinates], emit_op)
     _check(region, node, results)
     return results
-
-
-def _inline(
-    traced: fx.GraphModule, feed: Sequence[fx.Node | tuple[str, ...]], emitter: Emitter, region: Region
-) -> list[fx.Node]:
-    """Emits the ops of ``traced``, the traced function of ``region``; returns its results. ``feed``: for each
-    placeholder, a node of the new graph or the axes of a coordinate.
-    """
-    env: dict[fx.Node, fx.Node] = {}
-    waiting = iter(feed)
-    traced.graph.eliminate_dead_code()
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            source = next(waiting)
-            if isinstance(source, fx.Node):
-                env[node] = source
-            elif node.users:
-                env[node] = emitter.coordinate(source)
-        elif node.op == "output":
-            return [env[x] for x in node.args[0]]
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
-            # The emitter copies operands whose strides a kernel did not get in this trace.
-            emitter.traced = node
-            env[node] = emitter.call(node.target, *args, **kwargs)
-        else:
-            raise RuleError(
-                f"local_map of {region.name}: it uses a tensor that is none of its arguments",
-                source=region.source,
-                fix="pass it as an argument, with a layout",
-            )
-    raise AssertionError("the graph has no output")
 
 
 def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
@@ -183,11 +128,10 @@ def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
         shape, expected = tuple(local.meta["val"].shape), tuple(value.layout.local_shape)
         # A gradient has the shape of its argument in any case.
         if shape != expected and node.target is CALL:
-            raise RuleError(
-                f"local_map of {region.name}: result {at} is {list(shape)} on a rank; of the whole {list(value.shape)} "
-                f"a shard at {value.layout} is {list(expected)}",
-                source=region.source,
-                fix=f"return this rank's shard, or change out_layouts[{at}] = {region.outputs[at]!r}",
+            text = f"result {at} is {list(shape)} on a rank; of the whole {list(value.shape)} "
+            text += f"a shard at {value.layout} is {list(expected)}"
+            raise _error(
+                region, text, f"return this rank's shard, or change out_layouts[{at}] = {region.outputs[at]!r}"
             )
 
 
@@ -201,11 +145,13 @@ def _explained(region: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(str(list(x.shape)) for x in fakes[: len(region.inputs)])
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RuleError(
-            f"local_map of {region.name}: it fails on shards of shapes {shapes}: {reason}",
-            source=region.source,
-            fix="make it work on one rank's shards of its in_layouts as it does on whole tensors",
-        ) from error
+        fix = "make it work on one rank's shards of its in_layouts as it does on whole tensors"
+        raise _error(region, f"it fails on shards of shapes {shapes}: {reason}", fix) from error
+
+
+def _error(region: Region, text: str, fix: str) -> RuleError:
+    """Returns an error about ``region``, with the line of the user's code where it was made."""
+    return RuleError(f"local_map of {region.name}: {text}", source=region.source, fix=fix)
 
 
 def _region(node: fx.Node) -> Region:

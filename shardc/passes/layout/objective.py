@@ -57,10 +57,8 @@ class Objective:
             scale = self.grad_scale / _size(layout, over)
             if scale == 1.0 or not tangent.users:
                 continue
-            users = list(tangent.users)
-            scaled = self._scaled(rewriter, next(n for n in graph.nodes if n in tangent.users), tangent, scale)
-            for user in users:
-                user.replace_input_with(tangent, scaled)
+            first_use = next(node for node in graph.nodes if node in tangent.users)
+            rewriter.redirect(tangent, self._scaled(rewriter, first_use, tangent, scale))
         output = ir.output_node(graph)
         input_layouts = {
             ir.role(node).name: ir.layout(node) for node in ir.placeholders(graph, "input") if ir.is_tensor(node)

@@ -131,6 +131,20 @@ class Calls:
         """Returns the shape of ``x`` in the new graph, padding included."""
         return tuple(self.val(x).shape)
 
+    # --- interface of `shardc.rules` builders: what a graph at global shapes cannot have
+
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        """Raises AssertionError: a graph at global shapes needs no coordinate of a rank."""
+        raise AssertionError(f"a replicated value needs no coordinate along {axes}")
+
+    def key(self) -> fx.Node:
+        """Raises AssertionError: random draws are not padded."""
+        raise AssertionError("random draws are not padded")
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        """Raises AssertionError: a graph at global shapes needs no process group."""
+        raise AssertionError(f"a replicated value needs no group along {axes}")
+
 
 def _traced(x: object) -> Tensor | None:
     """Returns the fake tensor that operand ``x`` had in the trace; None if it is not known. Markers are looked
@@ -239,20 +253,6 @@ class PaddedValues(Calls):
             mask = self.call(aten.ge.Scalar, at, run.true)
             self._nodes[key] = self.call(aten.view.default, mask, [run.size, *[1] * below]) if below else mask
         return self._nodes[key]
-
-    # --- interface of `shardc.rules` builders: what a graph at global shapes cannot have
-
-    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
-        """Raises AssertionError: a graph at global shapes needs no coordinate of a rank."""
-        raise AssertionError(f"a replicated value needs no coordinate along {axes}")
-
-    def key(self) -> fx.Node:
-        """Raises AssertionError: random draws are not padded."""
-        raise AssertionError("random draws are not padded")
-
-    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """Raises AssertionError: a graph at global shapes needs no process group."""
-        raise AssertionError(f"a replicated value needs no group along {axes}")
 
 
 def _as(filling: float, dtype: torch.dtype) -> float | int | bool:

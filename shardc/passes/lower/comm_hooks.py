@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, waits_of
-from shardc.ir.rewriter import GraphRewriter, Inserter
+from shardc.ir.rewriter import GraphRewriter, Inserter, inline_graph
 from shardc.passes.op_calls import leaving
 from shardc.passes.schedule.prefetch import parameters
 from shardc.plan.match import matching
@@ -101,17 +101,12 @@ class OnTheWire:
 
         with fakes[0].fake_mode:
             traced = make_fx(several)(*fakes).graph
-        env = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
-        for node in traced.nodes:
-            if node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
-                env[node] = at.call(node.target, *args, **kwargs)
-            elif node.op == "get_attr":
-                raise InputError(
-                    f"{self.name}: {getattr(function, '__name__', function)} uses a tensor that is no argument of it",
-                    fix="make it inside of the function, of numbers",
-                )
-        return [env[x] for x in ir.output_node(traced).args[0]]
+        if traced.find_nodes(op="get_attr"):
+            raise InputError(
+                f"{self.name}: {getattr(function, '__name__', function)} uses a tensor that is no argument of it",
+                fix="make it inside of the function, of numbers",
+            )
+        return inline_graph(traced, inputs, lambda node, args, kwargs: at.call(node.target, *args, **kwargs))
 
     def _shape_error(
         self, which: str, node: fx.Node, results: Sequence[Tensor], wanted: Sequence[Tensor]

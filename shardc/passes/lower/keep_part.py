@@ -45,15 +45,14 @@ class KeepPart:
                 layout = _split(ir.layout(whole), ir.layout(param), param_axes)
                 # A part as small as the shard saves nothing: the shard is there anyway.
                 if layout is not None and layout.local_numel > ir.layout(param).local_numel:
-                    uses, named = list(whole.users), ",".join(param_axes)
+                    named = ",".join(param_axes)
                     value, at = ir.value(whole), rewriter.after(whole, suffix="kept")
                     part = at.typed(replace(value, layout=layout), ops.shard, whole, axis=named)
                     at = rewriter.after(part, like=whole, suffix="regathered")
                     regathered = at.typed(value, ops.all_gather, part, axis=named)
                     ir.update(part, is_kept_part=True)
                     ir.update(regathered, regathers=ir.info(whole).name)
-                    for user in uses:
-                        user.replace_input_with(whole, regathered)
+                    rewriter.redirect(whole, regathered)
         gm.recompile()
         return gm
 
