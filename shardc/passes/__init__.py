@@ -151,7 +151,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
             # It needs the shapes of shards; its moves are then partitioned and scheduled as collectives are.
-            Offload(plan.on_host, fake_mode, device, plan.deferred.names),
+            Offload(plan.on_host, device, plan.deferred.names),
             # After the last pass that adds ops to a gradient.
             HoistGradEpilogue(),
             # It needs local shapes, and the collectives within rows.
@@ -165,7 +165,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
             # It needs the slices that backward gathers from, which are outputs of forward now.
             SkipRegather(),
             # It needs to know what is saved; its moves are scheduled as collectives are.
-            OffloadSaved(fake_mode, device),
+            OffloadSaved(device),
             # Before anything moves a collective away from its inputs and uses.
             Bucket(bucket_size(settings, mesh), bool(options.p2p_collectives)),
             # The choice depends on the size of a bucket, and the schedule on the choice.

@@ -13,7 +13,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import HOST, WAIT
 from shardc.ir.rewriter import GraphRewriter
 
-_TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default
+TO_DEVICE, TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default
 
 
 @dataclass(frozen=True)
@@ -33,64 +33,69 @@ class Offload:
 
     Args:
         entries: parameter -> the plan entry that keeps it on the host.
-        fake_mode: mode of the graph's fake values.
         device: the device that the program runs on.
         pending: parameters whose gradients stay on the device, to be reduced later.
     """
 
     entries: Mapping[str, str] = field(default_factory=dict)
-    fake_mode: Any = None
     device: torch.device = HOST
     pending: frozenset[str] = frozenset()
     name = "offload"
     requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, rewriter = gm.graph, GraphRewriter(gm.graph)
-        for param in ir.placeholders(graph, "param"):
-            if ir.info(param).name in self.entries:
-                self._fetch(param, rewriter)
-        output = ir.output_node(graph)
+        rewriter, output = GraphRewriter(gm.graph), ir.output_node(gm.graph)
+        for param in ir.placeholders(gm.graph, "param"):
+            if (entry := self.entries.get(ir.info(param).name)) is None:
+                continue
+            if param.users:
+                first_use = next(node for node in gm.graph.nodes if node in param.users)
+                copy = insert_move(
+                    rewriter, first_use, param, TO_DEVICE, self.device.type, device=self.device, phase="forward",
+                    cause=entry,
+                )  # fmt: skip
+                rewriter.redirect(param, copy)
+            place_on_host(rewriter, param, ir.value(param))
 
         def moved(role: ir.Role, grad: fx.Node) -> fx.Node:
             # A gradient whose reduction is deferred is accumulated on the device.
             if role.kind != "grad" or role.name not in self.entries or role.name in self.pending:
                 return grad
-            return self._move(rewriter, grad, output, self.entries[role.name], _TO_HOST)
+            entry = self.entries[role.name]
+            return insert_move(rewriter, output, grad, TO_HOST, device=HOST, phase="backward", cause=entry)
 
-        ir.change_outputs(graph, moved)
-        graph.lint()
+        ir.change_outputs(gm.graph, moved)
+        gm.graph.lint()
         return gm
 
-    def _fetch(self, param: fx.Node, rewriter: GraphRewriter) -> None:
-        """Marks ``param`` as a value on the host; its users read a copy on the device."""
-        val, users = param.meta["val"], list(param.users)
-        ir.update(param, value=replace(ir.value(param), host=True))
-        with self.fake_mode:
-            param.meta["val"] = torch.empty(val.shape, dtype=val.dtype, device=HOST)
-        if users:
-            first = next(node for node in param.graph.nodes if node in param.users)
-            entry = self.entries[ir.info(param).name]
-            on_device = self._move(rewriter, param, first, entry, _TO_DEVICE, self.device.type)
-            for user in users:
-                user.replace_input_with(param, on_device)
 
-    def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
-        """Inserts before node ``before`` the op ``op``, which moves ``x`` between host and device, and its wait;
-        returns the wait.
+def insert_move(
+    rewriter: GraphRewriter, before: fx.Node, x: fx.Node, op: Any, *args: Any, device: torch.device,
+    like: fx.Node | None = None, **provenance: Any,
+) -> fx.Node:  # fmt: skip
+    """Inserts before node ``before`` the op ``op`` (`TO_DEVICE` or `TO_HOST`), which moves ``x`` to ``device``, and its
+    wait; returns the wait.
 
-        Args:
-            entry: the plan entry that causes it.
-            args: further arguments of ``op``.
-        """
-        to_host = op is _TO_HOST
-        value, phase = replace(ir.value(x), host=to_host), "backward" if to_host else "forward"
-        names = ("to_host", "host") if to_host else ("to_device", "device")
-        start_at, wait_at = (rewriter.before(before, x, name, phase=phase, cause=entry) for name in names)
-        start = start_at.typed(value, op, x, *args)
-        wait = wait_at.typed(value, WAIT, start)
-        with self.fake_mode:
-            start.meta["val"] = wait.meta["val"] = torch.empty(
-                value.shape, dtype=value.dtype, device=HOST if to_host else self.device
-            )
-        return wait
+    Args:
+        args: further arguments of ``op``.
+        like: node whose record the new nodes inherit; by default ``x``.
+        provenance: fields of `ir.Origin` that differ.
+    """
+    value = replace(ir.value(x), host=op is TO_HOST)
+    name = "host" if value.host else "device"
+    start = rewriter.before(before, like or x, f"to_{name}", **provenance).typed(value, op, x, *args)
+    wait = rewriter.before(before, like or x, name, **provenance).typed(value, WAIT, start)
+    start.meta["val"] = wait.meta["val"] = _fake_tensor(rewriter, value, device)
+    return wait
+
+
+def place_on_host(rewriter: GraphRewriter, placeholder: fx.Node, value: ir.Value) -> None:
+    """Makes an input of the graph a value of type ``value`` that is in host memory."""
+    ir.update(placeholder, value=replace(value, host=True))
+    placeholder.meta["val"] = _fake_tensor(rewriter, value, HOST)
+
+
+def _fake_tensor(rewriter: GraphRewriter, value: ir.Value, device: torch.device) -> torch.Tensor:
+    """Returns a fake tensor of type ``value`` on ``device``."""
+    with rewriter.fake_mode:
+        return torch.empty(value.shape, dtype=value.dtype, device=device)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.comm import HOST, WAIT
+from shardc.ir.comm import HOST
 from shardc.ir.rewriter import GraphRewriter
+from shardc.passes.lower.offload import TO_DEVICE, TO_HOST, insert_move, place_on_host
 
 aten = torch.ops.aten
-_TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,9 @@ class OffloadSaved:
     that keeps them on the host (`Origin.host`) are there between the halves (`Value.host`); nothing else changes.
 
     Args:
-        fake_mode: mode of the graph's fake values.
         device: the device that the program runs on.
     """
 
-    fake_mode: Any = None
     device: torch.device = HOST
     name = "offload_saved"
     requires = ("partition",)
@@ -59,40 +56,28 @@ class OffloadSaved:
 
     def _store(self, rewriter: GraphRewriter, x: fx.Node) -> fx.Node:
         """Inserts, behind ``x``, the move of ``x`` to the host and the wait for the move; returns the wait."""
-        order, at = _by_stride(x), {"phase": "forward", "cause": ir.info(x).origin.host}
-        last = x if order is None else rewriter.after(x, suffix="packed", **at).call(aten.permute.default, x, order)
-        value = replace(ir.value(last), host=True)
-        behind = last.next
-        start = rewriter.before(behind, x, "to_host", **at).typed(value, _TO_HOST, last, False)
-        wait = rewriter.before(behind, x, "host", **at).typed(value, WAIT, start)
-        start.meta["val"] = wait.meta["val"] = self._empty(value, HOST)
-        return wait
+        order, cause = _by_stride(x), ir.info(x).origin.host
+        at = rewriter.after(x, suffix="packed", phase="forward", cause=cause)
+        last = x if order is None else at.call(aten.permute.default, x, order)
+        return insert_move(rewriter, last.next, last, TO_HOST, False, device=HOST, like=x, phase="forward", cause=cause)
 
     def _load(self, rewriter: GraphRewriter, saved: fx.Node) -> None:
         """Turns ``saved``, a placeholder of backward, into a value on the host, and moves it to the device before its
         first use.
         """
-        order, users, whole = _by_stride(saved), list(saved.users), ir.value(saved)
-        first = next(node for node in saved.graph.nodes if node in saved.users)
-        at = {"phase": "backward", "cause": ir.info(saved).origin.host}
+        order, whole, cause = _by_stride(saved), ir.value(saved), ir.info(saved).origin.host
+        first_use = next(node for node in saved.graph.nodes if node in saved.users)
         # Dims are in the order of their strides on the host, where copies are contiguous (`_store`).
-        value = whole if order is None else replace(whole, shape=tuple(whole.shape[dim] for dim in order))
-        start = rewriter.before(first, saved, "to_device", **at).typed(value, _TO_DEVICE, saved, self.device.type)
-        wait = rewriter.before(first, saved, "device", **at).typed(value, WAIT, start)
-        start.meta["val"] = wait.meta["val"] = self._empty(value, self.device)
-        last = wait
+        shape = whole.shape if order is None else tuple(whole.shape[dim] for dim in order)
+        place_on_host(rewriter, saved, replace(whole, shape=shape))
+        last = insert_move(
+            rewriter, first_use, saved, TO_DEVICE, self.device.type, device=self.device, phase="backward", cause=cause
+        )
         if order is not None:
             back = [order.index(dim) for dim in range(len(order))]
-            last = rewriter.before(first, saved, "unpacked", **at).call(aten.permute.default, wait, back)
-        for user in users:
-            user.replace_input_with(saved, last)
-        ir.update(saved, value=replace(value, host=True))
-        saved.meta["val"] = self._empty(value, HOST)
-
-    def _empty(self, value: ir.Value, device: torch.device) -> torch.Tensor:
-        """Returns a fake tensor of type ``value`` on ``device``."""
-        with self.fake_mode:
-            return torch.empty(value.shape, dtype=value.dtype, device=device)
+            at = rewriter.before(first_use, saved, "unpacked", phase="backward", cause=cause)
+            last = at.call(aten.permute.default, last, back)
+        rewriter.redirect(saved, last)
 
 
 def _goes_to_host(node: fx.Node) -> bool:
