@@ -43,7 +43,8 @@ def lower_collective(step: Step, x: object, builder: Builder) -> object:
     """Emits ``step`` on the local tensor ``x``, a shard at ``step.src``; returns the shard at ``step.dst``."""
     if step.src.numel == 0:
         return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
-    return _LOWERINGS[step.kind](step, x, builder)
+    emit, _ = _LOWERINGS[step.kind]
+    return emit(step, x, builder)
 
 
 def bound_digits(src: Layout, dst: Layout) -> list[BoundDigit]:
@@ -65,11 +66,6 @@ def _reshape(builder: Builder, x: object, shape: Sequence[int]) -> object:
     return x if tuple(builder.shape(x)) == tuple(shape) else builder.call(aten.reshape.default, x, list(shape))
 
 
-def _permute(builder: Builder, x: object, order: Sequence[int]) -> object:
-    """Returns ``x`` with its dims in ``order``."""
-    return x if list(order) == sorted(order) else builder.call(aten.permute.default, x, list(order))
-
-
 def _wait(builder: Builder, x: object) -> object:
     """Emits the wait for the collective ``x``; returns its result."""
     return builder.call(c10d.wait_tensor.default, x)
@@ -87,7 +83,7 @@ def _to_front(step: Step, x: object, builder: Builder) -> object:
     order = leading + [k for k in range(len(digits)) if k not in leading]
     if order == sorted(order):
         return x
-    x = _permute(builder, _reshape(builder, x, [slot.radix for slot in digits]), order)
+    x = builder.call(aten.permute.default, _reshape(builder, x, [slot.radix for slot in digits]), order)
     return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
@@ -110,7 +106,7 @@ def _from_front(step: Step, x: object, builder: Builder) -> object:
     order = freed + [k for k in range(len(digits)) if k not in freed]
     if order != sorted(order):
         x = _reshape(builder, x, [digits[k].radix for k in order])
-        x = _permute(builder, x, [order.index(k) for k in range(len(order))])
+        x = builder.call(aten.permute.default, x, [order.index(k) for k in range(len(order))])
     return _reshape(builder, x, step.dst.local_shape)
 
 
@@ -225,28 +221,18 @@ def _to_partial(step: Step, x: object, builder: Builder) -> object:
     return builder.call(aten.masked_fill.Scalar, x, others, 0 if step.op == "sum" else 1)
 
 
-_LOWERINGS: dict[str, Callable[[Step, object, Builder], object]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "permute_ranks": _permute_ranks,
-    "shard": _shard,
-    "to_partial": _to_partial,
-}
-
-
-SUFFIX = {
-    "all_gather": "gathered",
-    "reduce_scatter": "scattered",
-    "all_reduce": "summed",
-    "all_to_all": "moved",
-    "permute_ranks": "swapped",
-    "shard": "shard",
-    "to_partial": "term",
+# Kind of step -> (function that emits it, suffix of its marker's name).
+_LOWERINGS: dict[str, tuple[Callable[[Step, object, Builder], object], str]] = {
+    "all_gather": (_all_gather, "gathered"),
+    "reduce_scatter": (_reduce_scatter, "scattered"),
+    "all_reduce": (_all_reduce, "summed"),
+    "all_to_all": (_all_to_all, "moved"),
+    "permute_ranks": (_permute_ranks, "swapped"),
+    "shard": (_shard, "shard"),
+    "to_partial": (_to_partial, "term"),
 }
 REDUCING = ("reduce_scatter", "all_reduce", "to_partial")
-STEPS = frozenset(ops.MARKERS[kind] for kind in SUFFIX)
+STEPS = frozenset(ops.MARKERS[kind] for kind in _LOWERINGS)
 
 
 @dataclass(frozen=True)
@@ -287,7 +273,8 @@ class Collectives:
         record = replace(info(reshard), name=info(last).name)
         plan = self._steps(layout(last), layout(reshard), value(reshard).itemsize)
         for step in plan:
-            suffix = "full" if step.kind == "all_gather" and step is plan[-1] else SUFFIX[step.kind]
+            _, suffix = _LOWERINGS[step.kind]
+            suffix = "full" if step.kind == "all_gather" and step is plan[-1] else suffix
             target, result = ops.MARKERS[step.kind], replace(value(reshard), layout=step.dst)
             last = Inserter(rewriter, reshard, record, suffix).typed(result, target, last, **_options(step))
         rewriter.replace(reshard, last)
