@@ -54,18 +54,11 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
     """Returns (args, kwargs) of ``node`` with its operands, in the order of `operands_of`, replaced by ``operands``."""
-    replacements = iter(operands)
-    operand_ids = set(map(id, operands_of(node)))
-
-    def swap(argument: Any) -> Any:
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(swap(a) for a in argument)
-        return next(replacements) if isinstance(argument, fx.Node) and id(argument) in operand_ids else argument
-
-    args = tuple(swap(a) for a in node.args)
+    replacements, old = iter(operands), set(operands_of(node))
     schema = getattr(node.target, "_schema", None)
-    order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else list(node.kwargs)
-    return args, {name: swap(node.kwargs[name]) for name in order}
+    order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else node.kwargs
+    kwargs = {name: node.kwargs[name] for name in order}
+    return fx.map_arg((node.args, kwargs), lambda x: next(replacements) if x in old else x)  # args first, in order
 
 
 def plain(argument: Any) -> Any:

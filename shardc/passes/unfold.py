@@ -516,21 +516,18 @@ class Names:
         the node has a place in a period, so that it moves with its block.
         """
         rename, origin, role = partial(self.node, shift=shift, placed=placed), record.origin, record.role
-        return Info(
-            rename(record.name),
-            record.value,
-            replace(
-                origin,
-                module=self.module(origin.module, shift),
-                region=origin.region and origin.region + shift * self.regions,
-                consumer=rename(origin.consumer) if origin.consumer else "",
-            ),
-            role and replace(role, name=self.module(role.name, shift)),
-            record.needs,
-            record.is_kept_part,
-            rename(record.regathers) if record.regathers else "",
-            record.true_sizes,
-            record.piece,
+        moved = replace(
+            origin,
+            module=self.module(origin.module, shift),
+            region=origin.region and origin.region + shift * self.regions,
+            consumer=origin.consumer and rename(origin.consumer),
+        )
+        return replace(
+            record,
+            name=rename(record.name),
+            origin=moved,
+            role=role and replace(role, name=self.module(role.name, shift)),
+            regathers=record.regathers and rename(record.regathers),
         )
 
     def node(self, name: str, shift: int = 0, placed: bool = False) -> str:

@@ -174,10 +174,7 @@ class PaddedValues(Calls):
         """Returns the unpadded form of the old node ``x``, which is created at the first call."""
         if x not in self.plain:
             padded = self.padded[x]
-            node = padded.node
-            for dim, runs in enumerate(padded.padding):
-                node = self._map_runs(node, dim, runs, self._slice)
-            self.plain[x] = node
+            self.plain[x] = self._map_runs(padded.node, padded.padding, self._slice)
         return self.plain[x]
 
     def padded_to(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
@@ -194,12 +191,19 @@ class PaddedValues(Calls):
                 self._nodes[key] = self._fill(padded.node, padding, padded.filling, filling)
         return self._nodes[key]
 
-    def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
-        """Returns ``x`` with each padded run (sub-dim) of ``dim`` changed by ``change(value, dim of the run, run)``.
-        For this, ``dim`` is viewed as one dim for each of its ``runs``.
+    def _map_runs(self, x: fx.Node, padding: Padding, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
+        """Returns ``x`` with each padded run (sub-dim) of its dims changed by ``change(value, dim of the run, run)``.
+        For this, a dim is viewed as one dim for each of its runs, one dim after another.
         """
-        if not is_padded(runs):
-            return x
+        for dim, runs in enumerate(padding):
+            if is_padded(runs):
+                x = self._map_runs_of_dim(x, dim, runs, change)
+        return x
+
+    def _map_runs_of_dim(
+        self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]
+    ) -> fx.Node:
+        """Returns ``x`` with each padded one of the ``runs`` of ``dim`` changed; see `_map_runs`."""
         shape = list(self.shape(x))
         if len(runs) > 1:
             # ``x`` may be padded already, or be without padding.
@@ -224,9 +228,7 @@ class PaddedValues(Calls):
             widths = [0, 0] * (len(self.shape(node)) - dim - 1) + [0, run.size - run.true]
             return self.call(aten.constant_pad_nd.default, node, widths, 0)
 
-        for dim, runs in enumerate(padding):
-            x = self._map_runs(x, dim, runs, grow)
-        return x
+        return self._map_runs(x, padding, grow)
 
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
         """Returns ``x`` with its ``padding`` filled with ``wanted`` (None: any value will do); the padding holds
@@ -239,9 +241,7 @@ class PaddedValues(Calls):
             mask = self._padding_mask(run, self.val(node).device, len(self.shape(node)) - dim - 1)
             return self.call(aten.masked_fill.Scalar, node, mask, _as(wanted, self.val(node).dtype))
 
-        for dim, runs in enumerate(padding):
-            x = self._map_runs(x, dim, runs, fill)
-        return x
+        return self._map_runs(x, padding, fill)
 
     def _padding_mask(self, run: Run, device: torch.device, below: int) -> fx.Node:
         """Returns a bool mask, [size of ``run``, 1, ...], that is true at the padding of ``run`` (a sub-dim).

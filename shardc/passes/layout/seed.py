@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from shardc.custom_ops import expert_ops
@@ -16,7 +15,7 @@ from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.op_traits import RESHAPES
+from shardc.ir.op_traits import CAST, RESHAPES
 from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.layout.save_policies import mark_saves
 from shardc.plan.placed import SavePolicy
@@ -114,8 +113,7 @@ class Seed:
         # What is computed from a shard is padded as it is; of a form in float8, so are the values its scale is from.
         on_shards = [] if source is node else [source, *_float8_magnitudes(source)]
         for x in on_shards:
-            ir.set_info(x, replace(ir.info(x), value=Value(ir.value(x).dtype, stored)))
-            x.meta["val"] = x.meta["val"].new_empty(stored)
+            _set_shape(x, stored)
         padded, last, current = _repad(seeded.compute, stored), source, seeded.storage
         at = before if source is node else source.next
         # A dim that compute splits, but cannot divide, is gathered at padded sizes first (`ParamPlan.split`).
@@ -133,21 +131,21 @@ class Seed:
 
     def _grads(self, rewriter: GraphRewriter) -> None:
         """Pads the gradients of padded parameters to their stored shapes."""
-        graph, output = rewriter.graph, ir.output_node(rewriter.graph)
-        results = list(output.args[0])
-        for at, (role, node) in enumerate(ir.outputs(graph)):
-            if role.kind != "grad" or node is None or role.name not in self.params:
-                continue
-            cast = node if node.target is torch.ops.aten._to_copy.default and len(node.users) == 1 else None
-            padded = self._padded(rewriter, node if cast is None else cast.args[0], cast or output, role.name)
-            if cast is None:
-                results[at] = padded
-            elif padded is not cast.args[0]:  # the cast stays last
-                cast.args = (padded,)
-                shape = ir.value(padded).shape
-                ir.set_info(cast, replace(ir.info(cast), value=replace(ir.value(cast), shape=shape)))
-                cast.meta["val"] = cast.meta["val"].new_empty(shape)
-        output.args = (tuple(results),)
+        output = ir.output_node(rewriter.graph)
+
+        def stored(role: ir.Role, grad: fx.Node) -> fx.Node:
+            if role.kind != "grad" or role.name not in self.params:
+                return grad
+            if grad.target is not CAST or len(grad.users) != 1:
+                return self._padded(rewriter, grad, output, role.name)
+            source = grad.args[0]
+            padded = self._padded(rewriter, source, grad, role.name)
+            if padded is not source:  # the cast stays last
+                grad.args = (padded,)
+                _set_shape(grad, ir.value(padded).shape)
+            return grad
+
+        ir.change_outputs(rewriter.graph, stored)
 
     def _padded(self, rewriter: GraphRewriter, grad: fx.Node, before: fx.Node, name: str) -> fx.Node:
         """Returns ``grad`` padded to the stored shape of parameter ``name``, by a node inserted before ``before``."""
@@ -161,9 +159,15 @@ class Seed:
         return grad
 
 
+def _set_shape(node: fx.Node, shape: tuple[int, ...]) -> None:
+    """Records that the result of ``node`` has ``shape``."""
+    ir.update(node, value=replace(ir.value(node), shape=shape))
+    node.meta["val"] = node.meta["val"].new_empty(shape)
+
+
 def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
     """Raises PlanError if ``plan`` splits the weights of experts along another dim than that of the experts (dim 0)."""
-    casts = [user for user in param.users if user.target is torch.ops.aten._to_copy.default]
+    casts = [user for user in param.users if user.target is CAST]
     call = next((user for x in (param, *casts) for user in x.users if user.target is expert_ops.CALL), None)
     layout = plan.split or plan.compute  # `split`: the compute layout at padded sizes, if an axis does not divide a dim
     axes = [axis for dim in range(1, layout.ndim) for axis in layout.dim_axes(dim)]
@@ -207,7 +211,7 @@ def _float8_magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
 
 def _narrows(cast: fx.Node) -> bool:
     """Returns whether a node is a cast to a smaller dtype."""
-    is_cast = cast.target is torch.ops.aten._to_copy.default and set(cast.kwargs) == {"dtype"}
+    is_cast = cast.target is CAST and set(cast.kwargs) == {"dtype"}
     return is_cast and ir.value(cast).itemsize < ir.value(cast.args[0]).itemsize
 
 

@@ -155,10 +155,9 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
         return None
     arguments = arguments_of(node)
     dim = arguments.get("dim", 0) % len(ir.value(node).shape)
-    size, begin = ir.value(node.args[0]).shape[dim], arguments.get("start") or 0
     if arguments.get("step", 1) != 1:
         return None
-    begin = min(max(begin + size if begin < 0 else begin, 0), size)
+    begin, *_ = slice(arguments.get("start"), None).indices(ir.value(node.args[0]).shape[dim])
     return dim, begin, begin + ir.value(node).shape[dim]
 
 
@@ -183,10 +182,9 @@ def zeros_around(node: fx.Node) -> tuple[fx.Node, int, int] | None:
         before = sum(ir.value(part).shape[dim] for part in parts[:at])
         return (parts[at], dim, before) if ir.value(parts[at]).dtype == ir.value(node).dtype else None
     if node.target is aten.slice_scatter.default and is_zero(node.args[0]) and arguments.get("step", 1) == 1:
-        dim, begin = arguments.get("dim", 0) % rank, arguments.get("start") or 0
-        size, part = ir.value(node).shape[dim], ir.value(node.args[1])
-        begin = min(max(begin + size if begin < 0 else begin, 0), size)
-        return (node.args[1], dim, begin) if part.dtype == ir.value(node).dtype else None
+        dim = arguments.get("dim", 0) % rank
+        begin, *_ = slice(arguments.get("start"), None).indices(ir.value(node).shape[dim])
+        return (node.args[1], dim, begin) if ir.value(node.args[1]).dtype == ir.value(node).dtype else None
     return None
 
 
@@ -351,7 +349,8 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
     assert isinstance(weight, fx.Node)
     if (form := _window(node, x, weight)) is None:
         return
-    reading, (before, after, dilation, groups) = form
+    reading, window = form
+    before, after, dilation, groups = window
     results: dict[int, list[fx.Node]] = {0: [], 1: []}
     for user in node.users:
         if user.target is not getitem or user.args[1] not in results:
@@ -363,22 +362,25 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
     for user in results[1]:
         at = rewriter.before(user, like=user)
         source = reading.placed(at, reading.source)
-        window = (before, after, dilation, groups)
-        new = at.call(window_ops.CONVOLVE_WEIGHT, grad, source, weight, *window)
-        rewriter.replace(user, new)
+        rewriter.replace(user, at.call(window_ops.CONVOLVE_WEIGHT, grad, source, weight, *window))
     for user in results[0]:
         at = rewriter.before(user, like=user)
-        out, channels, taps = ir.value(weight).shape
-        # The input's gradient is a convolution with flipped taps, input and output channels exchanged.
-        turned = at.call(aten.view.default, weight, [groups, out // groups, channels, taps])
-        turned = at.call(aten.transpose.int, turned, 1, 2)
-        turned = at.call(aten.reshape.default, turned, [groups * channels, out // groups, taps])
-        turned = at.call(aten.flip.default, turned, [2])
-        new = at.call(window_ops.CONVOLVE, grad, turned, after, before, dilation, groups)
+        # The input's gradient is a convolution, too.
+        reversed_weight = _reversed_weight(at, weight, groups)
+        new = at.call(window_ops.CONVOLVE, grad, reversed_weight, after, before, dilation, groups)
         # Zeros that the users cut off again.
         if (more := reading.size - inside[1]) or reading.by:
             new = at.call(aten.constant_pad_nd.default, new, [reading.by, more])
         rewriter.replace(user, new)
+
+
+def _reversed_weight(at: Inserter, weight: fx.Node, groups: int) -> fx.Node:
+    """Inserts ``weight`` of a convolution with its taps in reverse order, and input and output channels exchanged."""
+    out, channels, taps = ir.value(weight).shape
+    by_group = at.call(aten.view.default, weight, [groups, out // groups, channels, taps])
+    exchanged = at.call(aten.transpose.int, by_group, 1, 2)
+    joined = at.call(aten.reshape.default, exchanged, [groups * channels, out // groups, taps])
+    return at.call(aten.flip.default, joined, [2])
 
 
 def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
@@ -387,16 +389,15 @@ def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
     """
     if (begin, end) == (0, ir.value(node).shape[dim]):
         return True
-    for user in node.users:
+
+    def slices(user: fx.Node) -> bool:
         if user.target in TRANSPOSES:
-            if not _only_sliced(user, permutation(user).index(dim), begin, end):
-                return False
-        elif user.target is aten.clone.default:
-            if not _only_sliced(user, dim, begin, end):
-                return False
-        elif sliced(user) != (dim, begin, end):
-            return False
-    return True
+            return _only_sliced(user, permutation(user).index(dim), begin, end)
+        if user.target is aten.clone.default:
+            return _only_sliced(user, dim, begin, end)
+        return sliced(user) == (dim, begin, end)
+
+    return all(map(slices, node.users))
 
 
 _FEW = 8  # times

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from torch import fx, nn
 
@@ -77,16 +78,14 @@ class Decompose:
         if self.pieces == 1 or (self.cost is None and self.pieces == "auto"):
             return gm
         starts = [node for node in gm.graph.nodes if _is_of_activations(node)]
-        tried = [
-            self._try_chunks(gm.graph, starts, n) for n in (PIECES if self.pieces == "auto" else (int(self.pieces),))
-        ]
-        _, chosen, reasons = max(tried, key=lambda option: option[0]) if tried else (0.0, None, {})
-        for node in starts if self.report is not None else ():
-            assert self.report is not None
-            record = ir.info(node)
-            count = chosen.count if chosen is not None and node in chosen.cuts else 1
-            self.report(Candidate(record.name, record.origin.module, record.origin.source, count, reasons[node]))
-        if chosen is not None and chosen.cuts:
+        counts = PIECES if self.pieces == "auto" else (int(self.pieces),)
+        options = (self._try_chunks(gm.graph, starts, count) for count in counts)
+        _, chosen, reasons = max(options, key=itemgetter(0))  # on a tie the first
+        if self.report is not None:
+            for node in starts:
+                record, count = ir.info(node), chosen.count if node in chosen.cuts else 1
+                self.report(Candidate(record.name, record.origin.module, record.origin.source, count, reasons[node]))
+        if chosen.cuts:
             make_pieces(gm.graph, chosen.cuts)
             gm.graph.lint()
             gm.recompile()
@@ -367,11 +366,9 @@ class _Cuts:
     def _prune(self) -> None:
         """Drops from ``cuts`` the nodes that lead to no chunked product and no chunked collective."""
         useful: set[fx.Node] = set()
-        for node in reversed(self.cuts and list(self.graph.nodes)):
-            kind = collective_kind(node)
-            if node in self.cuts and (
-                kind or node.target in PRODUCTS or node.target is WAIT or any(user in useful for user in node.users)
-            ):
+        for node in filter(self.cuts.__contains__, reversed(self.graph.nodes)):
+            is_end = collective_kind(node) is not None or node.target is WAIT or node.target in PRODUCTS
+            if is_end or not useful.isdisjoint(node.users):
                 useful.add(node)
         self.cuts = {node: self.cuts[node] for node in self.graph.nodes if node in useful}
 

@@ -249,14 +249,13 @@ def _kinds(codes: Table) -> Table:
         codes: code of each layout and part, as from `_codes`.
     """
     source, target = codes[:, None], codes[None, :]
-    kinds = np.full(np.broadcast_shapes(source.shape, target.shape), _NEVER, dtype=np.uint8)
-    kinds[np.broadcast_to(source == target, kinds.shape)] = _NONE
-    for condition, kind in (
-        ((source == 0) & (target > 0), _SLICE),
-        ((source > 0) & (target == 0), _GATHER),
-        ((source < 0) & (target > 0), _SCATTER),
-        ((source < 0) & (target == 0), _REDUCE),
-        ((source > 0) & (target > 0) & (source != target), _EXCHANGE),
-    ):
-        kinds[np.broadcast_to(condition, kinds.shape)] = kind
+    changes = {
+        _NONE: source == target,
+        _SLICE: (source == 0) & (target > 0),
+        _GATHER: (source > 0) & (target == 0),
+        _SCATTER: (source < 0) & (target > 0),
+        _REDUCE: (source < 0) & (target == 0),
+        _EXCHANGE: (source > 0) & (target > 0),
+    }
+    kinds: Table = np.select(list(changes.values()), list(changes), default=_NEVER)  # the first that holds
     return kinds
