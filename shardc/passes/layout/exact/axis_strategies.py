@@ -99,7 +99,6 @@ class Closure:
         """Propagates layouts until no op gets a new strategy; returns op -> its strategies."""
         self._ops_at: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
         self._queue: deque[tuple[Slot, Layout]] = deque()
-        size = self.mesh.size(self.axis)
         specs = [(node, spec) for node in self.graph.nodes if (spec := spec_at(node)) is not None]
         for node, spec in specs:
             self.ways[node] = {WHOLE: None}
@@ -107,24 +106,9 @@ class Closure:
                 self._ops_at.setdefault(slot_of(operand), []).append((node, spec, at, False))
             for at, index in enumerate(_result_indices(node)):
                 self._ops_at.setdefault((node, index), []).append((node, spec, at, True))
-        for node, spec in specs if size > 1 else ():
-            for factor in _initial_factors(spec):
-                length = spec.size(factor)
-                if spec.splittable(factor) and length and length % size == 0:
-                    self._add_strategy(node, spec, AxisStrategy(((factor, self._major(length, size)),)))
-            if (routed := spec.routed) is not None and size > 1:
-                pair = [(factor, spec.size(factor)) for factor in (routed.rows, routed.owners)]
-                if all(length % size == 0 for _, length in pair):
-                    self._add_strategy(
-                        node, spec, AxisStrategy(tuple(sorted((f, self._major(n, size)) for f, n in pair)))
-                    )
-        # Pointwise ops and views start no split, so inputs that only they read start theirs here.
-        for node in ir.placeholders(self.graph) if size > 1 else ():
-            for dim, length in enumerate(ir.value(node).shape if ir.is_tensor(node) else ()):
-                if length and length % size == 0:
-                    whole = Layout.whole(self.mesh, ir.value(node).shape)
-                    dims = [self._major(length, size) if at == dim else digits for at, digits in enumerate(whole.dims)]
-                    self._add((node, 0), whole.replace(dims=dims))
+        for node, spec in specs:
+            self._split_factors(node, spec)
+        self._split_inputs()
         for slot, layouts in self.seeds.items():
             for layout in layouts:
                 self._add(slot, _restricted(layout, self.axis))
@@ -134,18 +118,44 @@ class Closure:
                 self._add_strategies(node, spec, at, is_result, layout)
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
+    def _split_factors(self, node: fx.Node, spec: Spec) -> None:
+        """Adds strategies that split a factor of the op ``node``, whatever the layouts of its operands: each factor
+        that may be split first and, of an op with a `Routed`, its two factors together.
+        """
+        for factor in _initial_factors(spec):
+            if spec.splittable(factor) and (digits := self._chunk_digits(spec.size(factor))) is not None:
+                self._add_strategy(node, spec, AxisStrategy(((factor, digits),)))
+        if spec.routed is not None:
+            pair = [(f, self._chunk_digits(spec.size(f))) for f in sorted((spec.routed.rows, spec.routed.owners))]
+            both = tuple((factor, digits) for factor, digits in pair if digits is not None)
+            if len(both) == 2:
+                self._add_strategy(node, spec, AxisStrategy(both))
+
+    def _split_inputs(self) -> None:
+        """Adds layouts that split a dim of an input. Pointwise ops and views start no split, so layouts of inputs that
+        only they read start here.
+        """
+        for node in filter(ir.is_tensor, ir.placeholders(self.graph)):
+            whole = Layout.whole(self.mesh, ir.value(node).shape)
+            for dim, length in enumerate(whole.shape):
+                if (digits := self._chunk_digits(length)) is not None:
+                    self._add((node, 0), whole.replace(dims=[*whole.dims[:dim], digits, *whole.dims[dim + 1 :]]))
+
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
         """Returns those of an op's strategies (``ways``) that the plan allows for an op with a `Routed`, such as routed
         experts. If it allows none, returns all.
         """
-        if spec.routed is None or self.mesh.size(self.axis) == 1:
+        if spec.routed is None:
             return ways
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
 
-    def _major(self, length: int, size: int) -> Digits:
-        """Returns the digits of a dim of ``length`` elements if each of the ``size`` ranks along the axis holds one
-        contiguous chunk.
+    def _chunk_digits(self, length: int) -> Digits | None:
+        """Returns the digits of a dim of ``length`` elements of which each rank along the axis holds one contiguous
+        chunk; None if the axis does not divide it.
         """
+        size = self.mesh.size(self.axis)
+        if not length or length % size:
+            return None
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
 
     def _add(self, slot: Slot, layout: Layout) -> None:
