@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -51,7 +51,7 @@ class ByLink:
     def __repr__(self) -> str:
         return f"ByLink({self.hardware.name!r}, {self.mesh!r})"
 
-    def limits(self, graph: fx.Graph, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    def max_bytes(self, graph: fx.Graph, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Returns collective -> the limit of bytes of a bucket that it may join (per rank, of the larger one of input
         and result).
         """
@@ -60,13 +60,11 @@ class ByLink:
         for node in collectives:
             if block := _block(params.get(node, "")):
                 blocks.setdefault(_kind(node), Counter())[block] += _wire_size(node)
-        by_latency = {_kind(node): self._by_latency(node) for node in collectives}
+        limits = {_kind(node): self._by_latency(node) for node in collectives}
         # At most one repeated block, so that its first gather is not later than with a unit per block.
-        largest = {kind: max(sizes.values()) for kind, sizes in blocks.items()}
-        return {
-            node: min(by_latency[_kind(node)], largest.get(_kind(node), by_latency[_kind(node)]))
-            for node in collectives
-        }
+        for kind, sizes in blocks.items():
+            limits[kind] = min(limits[kind], max(sizes.values()))
+        return {node: limits[_kind(node)] for node in collectives}
 
     def _by_latency(self, node: fx.Node) -> int:
         """Returns the size in bytes of a bucket of collectives like ``node`` at which latency is a twentieth of the
@@ -143,7 +141,7 @@ class Bucket:
         gm.recompile()
         return gm
 
-    def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_Open]:
+    def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_OpenBucket]:
         """Returns the collectives grouped into buckets: each joins the last bucket of its kind if it fits, or opens a
         new one.
 
@@ -151,18 +149,15 @@ class Bucket:
             order: position of each node.
             free: ops that can move to an earlier position, as from `prefetchable`.
         """
-        every: list[_Open] = []
-        newest: dict[tuple[object, ...], _Open] = {}
-        bucket_of: dict[fx.Node, _Open] = {}
+        buckets: list[_OpenBucket] = []
+        newest: dict[tuple[object, ...], _OpenBucket] = {}
+        bucket_of: dict[fx.Node, _OpenBucket] = {}
         level = leaving(graph)
-        # A second reduction of a gradient waits for the bucket of the first: all first ones are bucketed before.
-        fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
-        limits = dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.limits(graph, fusible)
-        # Maxima in front of gathers or of other maxima, too: these close the bucket that they wait for.
-        before: dict[fx.Node, int] = {}  # number of collectives and moves that a free op depends on, one after another
-        for node in filter(free.__contains__, graph.nodes):
-            before[node] = max((before[x] + is_start(x) for x in node.all_input_nodes if x in before), default=0)
-        for node in sorted(fusible, key=lambda node: (node not in free, before.get(node, level.get(node, 0)))):
+        fusible = _in_turn(graph, free, level)
+        limits = (
+            dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.max_bytes(graph, fusible)
+        )
+        for node in fusible:
             # Chunks of a collective (`piece`) stay apart, as each overlaps with compute on another chunk.
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
@@ -175,19 +170,19 @@ class Bucket:
                     ready = max(ready, order[x])
             used = [order[user] for wait in node.users if wait not in level for user in wait.users]
             use = min(used, default=float(len(order)))
-            bucket = _Open([node], order[node], ready, use, _wire_size(node))
-            if key in newest and newest[key].takes(bucket, limits[node]):
+            bucket = _OpenBucket([node], order[node], ready, use, _wire_size(node))
+            if key in newest and newest[key].has_room_for(bucket, limits[node]):
                 newest[key].add(bucket)
             else:
                 newest[key] = bucket
-                every.append(bucket)
+                buckets.append(bucket)
             work = list(node.users)
             while work:  # what only moves or casts its results is ready when this bucket is
                 bucket_of[x := work.pop()] = newest[key]
                 work += [user for user in x.users if (user in level or user in free) and not is_start(user)]
-        return every
+        return buckets
 
-    def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
+    def _coalesce(self, rewriter: GraphRewriter, bucket: _OpenBucket, priority: dict[fx.Node, float]) -> None:
         """Replaces the collectives of a bucket by one coalesced collective, and sets the new node's position in
         ``priority``. The old waits read its results.
         """
@@ -208,8 +203,24 @@ class Bucket:
             rewriter.replace(node, result, rename=True)
 
 
+def _in_turn(graph: fx.Graph, free: frozenset[fx.Node], level: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Returns the collectives that can be fused, in the order in which they join buckets: the prefetchable ones first,
+    and one that waits for another one after it. A second reduction of a gradient comes after all first ones, since it
+    closes the bucket that it waits for, as do gathers and maxima behind a maximum.
+
+    Args:
+        free: the prefetchable ops.
+        level: number of collectives before a node that leads to an output, as from `leaving`.
+    """
+    before: dict[fx.Node, int] = {}  # number of collectives and moves that a free op depends on, one after another
+    for node in filter(free.__contains__, graph.nodes):
+        before[node] = max((before[x] + is_start(x) for x in node.all_input_nodes if x in before), default=0)
+    fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
+    return sorted(fusible, key=lambda node: (node not in free, before.get(node, level.get(node, 0))))
+
+
 @dataclass
-class _Open:
+class _OpenBucket:
     """A bucket that may still grow.
 
     Attributes:
@@ -231,7 +242,7 @@ class _Open:
         """Returns the position of the bucket: its first member's, or right after its last input if that is later."""
         return max(self.first, self.ready + 0.5)
 
-    def takes(self, other: _Open, limit: int) -> bool:
+    def has_room_for(self, other: _OpenBucket, limit: int) -> bool:
         """Returns whether the bucket ``other`` can join this one: this one is not closed, together they have at most
         ``limit`` bytes (-1: no limit), and all inputs are there before the first use of a result.
         """
@@ -239,7 +250,7 @@ class _Open:
         place = max(self.first, self.ready + 0.5, other.ready + 0.5)
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)
 
-    def add(self, other: _Open) -> None:
+    def add(self, other: _OpenBucket) -> None:
         """Adds the members of ``other``."""
         self.members += other.members
         self.ready, self.use = max(self.ready, other.ready), min(self.use, other.use)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from operator import getitem
@@ -85,9 +86,36 @@ class PlanMemory:
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
     """Returns the memory plan of a half: ``slots`` with their lifetimes and their places in the arena."""
     place_of = {node: at for at, node in enumerate(graph.nodes)}
-    slots_of: dict[fx.Node, frozenset[int]] = {}  # value -> the slots that hold its memory
+    slots_of, ends = _uses_of_slots(graph, place_of)
+    regions: dict[int, str] = {}
+    saved: dict[int, tuple[str, ...]] = {}
+    for role, x in ir.outputs(graph):
+        for slot in slots_of.get(x, frozenset()) if isinstance(x, fx.Node) else ():
+            is_saved = role.kind == "saved" and regions.get(slot) != OUTSIDE
+            regions[slot], ends[slot] = KEPT if is_saved else OUTSIDE, len(place_of) - 1
+            if role.kind == "saved":
+                saved[slot] = (*saved.get(slot, ()), role.name)
+    timed = [
+        replace(slot, end=ends[k], region=regions.get(k, INSIDE), saved=saved.get(k, ()))
+        for k, slot in enumerate(slots)
+    ]
+    input_uses = tuple(
+        (node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph)
+    )
+    return MemoryPlan(place(timed), input_uses)
+
+
+def _uses_of_slots(
+    graph: fx.Graph, place_of: Mapping[fx.Node, int]
+) -> tuple[dict[fx.Node, frozenset[int]], dict[int, int]]:
+    """Returns (value -> the slots that hold its memory, slot -> position of the last op that uses it).
+
+    Args:
+        place_of: node -> its position.
+    """
+    slots_of: dict[fx.Node, frozenset[int]] = {}
     ends: dict[int, int] = {}
-    for at, node in enumerate(graph.nodes):
+    for node, at in place_of.items():
         if node.op == "output":
             continue
         reads = frozenset().union(*(slots_of.get(read, frozenset()) for read in node.all_input_nodes))
@@ -108,23 +136,7 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
             numbers = node.args[0].args[-1]
             # A ring has one slot for all of its results.
             slots_of[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
-    last = len(place_of) - 1
-    regions: dict[int, str] = {}
-    saved: dict[int, tuple[str, ...]] = {}
-    for role, x in ir.outputs(graph):
-        for slot in slots_of.get(x, frozenset()) if isinstance(x, fx.Node) else ():
-            is_saved = role.kind == "saved" and regions.get(slot) != OUTSIDE
-            regions[slot], ends[slot] = KEPT if is_saved else OUTSIDE, last
-            if role.kind == "saved":
-                saved[slot] = (*saved.get(slot, ()), role.name)
-    timed = [
-        replace(slot, end=ends[k], region=regions.get(k, INSIDE), saved=saved.get(k, ()))
-        for k, slot in enumerate(slots)
-    ]
-    input_uses = tuple(
-        (node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph)
-    )
-    return MemoryPlan(place(timed), input_uses)
+    return slots_of, ends
 
 
 def _names(node: fx.Node) -> list[str]:

@@ -39,19 +39,28 @@ class PruneUnusedGrads:
     name = "prune_unused_grads"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, rewriter = gm.graph, GraphRewriter(gm.graph)
-        absent: set[fx.Node] = set()
-        gradients: set[fx.Node] = set()  # nodes that depend on the gradient of an output
-        for node in ir.placeholders(graph, "tangent"):
-            gradients.add(node)
-            if ir.role(node).index not in self.used:
-                absent.add(node)
+        absent = self._drop_absent(GraphRewriter(gm.graph))
+        output = ir.output_node(gm.graph)
+        output.args = (tuple(None if x in absent else x for x in output.args[0]),)
+        for node in reversed(list(gm.graph.nodes)):
+            if node is not output and not node.users:
+                gm.graph.erase_node(node)
+            elif _is_coalesced(node):
+                _keep_positions(sorted({item.args[1] for item in node.users}), node)
+        gm.recompile()
+        return gm
+
+    def _drop_absent(self, rewriter: GraphRewriter) -> set[fx.Node]:
+        """Makes ops with absent and other gradients as operands compute with the others only. Returns the absent
+        nodes.
+        """
+        graph = rewriter.graph
+        gradients = set(ir.placeholders(graph, "tangent"))  # and what depends on them
+        absent = {node for node in gradients if ir.role(node).index not in self.used}
         for node in list(graph.nodes):
-            # Each result of a bucket depends on its own input alone.
-            if _is_coalesced(node):
-                for item in node.users:
-                    gradients.update([item] if _input_of(item) in gradients else [])
-                    absent.update([item] if _input_of(item) in absent else [])
+            if _is_coalesced(node):  # each result depends on its own input alone
+                gradients.update(item for item in node.users if _input_of(item) in gradients)
+                absent.update(item for item in node.users if _input_of(item) in absent)
                 numbers = [at for at, x in enumerate(node.args[0]) if x not in absent]
                 if numbers:
                     _keep_positions(numbers, node)
@@ -71,15 +80,7 @@ class PruneUnusedGrads:
             else:
                 for x in missing:
                     node.replace_input_with(x, _zeros(rewriter, node, x))
-        output = ir.output_node(graph)
-        output.args = (tuple(None if x in absent else x for x in output.args[0]),)
-        for node in reversed(list(graph.nodes)):
-            if node is not output and not node.users:
-                graph.erase_node(node)
-            elif _is_coalesced(node):
-                _keep_positions(sorted({item.args[1] for item in node.users}), node)
-        gm.recompile()
-        return gm
+        return absent
 
 
 def _is_coalesced(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 from torch import fx
 
@@ -14,7 +15,7 @@ from shardc.ir.comm_volume import collective_kind
 from shardc.ir.graph import output_node
 from shardc.ir.rewriter import positions, reorder
 from shardc.passes.op_calls import is_start, leaving, result_bytes
-from shardc.passes.schedule.prefetch import check, prefetchable, prioritize, sink_to_first_use
+from shardc.passes.schedule.prefetch import Wanted, check, prefetchable, prioritize, sink_to_first_use
 from shardc.plan.entries import Prefetch
 
 
@@ -62,45 +63,41 @@ class Schedule:
         if not self.blocking:
             _spread_all_to_alls(gm.graph)
         priority = positions(gm.graph)
-        starts = [n for n in gm.graph.nodes if is_start(n)]
-        if self.blocking:
-            priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}
-            # On a copy of the order: nothing is prefetched here, and entries that ask for more are refused.
-            wanted = prioritize(gm.graph, self.prefetch, dict(priority), -1)
-            reorder(gm.graph, priority)
-            check(gm.graph, wanted)
-            gm.recompile()
-            return gm
-        free = prefetchable(gm.graph)
-        fetches = [node for node in starts if node in free]
-        uses = {node: _first_use(node, priority) for node in starts}
-        dense = [priority[node] for node in gm.graph.nodes if is_dense(node)]
-        # A collective starts right after its last input. Those that only read inputs of the graph are prefetched below.
-        for node in starts:
-            inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
-            ready = max((priority[x] for x in inputs), default=None)
-            if ready is not None:
-                later = bisect_right(dense, ready) if is_stored(node) else len(dense)
-                # A saved value moves behind the ops that one kernel computes with its own.
-                priority[node] = dense[later] - 0.3 if later < len(dense) else ready + 0.2
-            for wait in waits_of(node):
-                priority[wait] = min((priority[user] for user in wait.users), default=float("inf")) - 0.25
-        collectives = [node for node in starts if move_kind(node) is None]
-        # Gathers first, then what these may wait for: moves to the device and float8 maxima.
-        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, -1.0)
-        sink_to_first_use(gm.graph, free, priority)
-        awaited = {node: min((priority[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
-        self._prefetch(fetches, awaited, priority, -2.0)
-        sink_to_first_use(gm.graph, free.difference(fetches), priority)
-        _place_final_waits(gm.graph, collectives, free, priority, self.max_in_flight)
-        _place_final_waits(gm.graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
-        wanted = prioritize(gm.graph, self.prefetch, priority, self.max_in_flight)
-        if wanted:
-            sink_to_first_use(gm.graph, free, priority)
+        wanted = self._wait_at_starts(gm.graph, priority) if self.blocking else self._overlap(gm.graph, priority)
         reorder(gm.graph, priority)
         check(gm.graph, wanted)
         gm.recompile()
         return gm
+
+    def _wait_at_starts(self, graph: fx.Graph, priority: dict[fx.Node, float]) -> Wanted:
+        """Waits for each collective and move where it starts: sets the waits' positions in ``priority``, in place.
+        Returns the gathers that should start earlier, as `prioritize` does; `check` refuses them.
+        """
+        starts = filter(is_start, graph.nodes)
+        priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}
+        return prioritize(graph, self.prefetch, dict(priority), -1)  # on a copy: nothing is prefetched here
+
+    def _overlap(self, graph: fx.Graph, priority: dict[fx.Node, float]) -> Wanted:
+        """Starts each collective and move early and waits for it late: sets their positions in ``priority``, in place.
+        Returns the gathers that plan entries name, as `prioritize` does.
+        """
+        starts, free = list(filter(is_start, graph.nodes)), prefetchable(graph)
+        uses = {node: _first_use(node, priority) for node in starts}
+        _start_early_wait_late(graph, starts, free, priority)
+        collectives = [node for node in starts if move_kind(node) is None]
+        # Gathers first, then what these may wait for: moves to the device and float8 maxima.
+        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, -1.0)
+        sink_to_first_use(graph, free, priority)
+        fetches = [node for node in starts if node in free]
+        awaited = {node: min((priority[wait] for wait in waits_of(node)), default=inf) for node in fetches}
+        self._prefetch(fetches, awaited, priority, -2.0)
+        sink_to_first_use(graph, free.difference(fetches), priority)
+        _place_final_waits(graph, collectives, free, priority, self.max_in_flight)
+        _place_final_waits(graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
+        wanted = prioritize(graph, self.prefetch, priority, self.max_in_flight)
+        if wanted:
+            sink_to_first_use(graph, free, priority)
+        return wanted
 
     def _prefetch(
         self, gathers: list[fx.Node], uses: dict[fx.Node, float], priority: dict[fx.Node, float], first: float
@@ -124,6 +121,24 @@ class Schedule:
                 ahead -= 1
             place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else first
             priority[node] = min(place, uses[node] - 0.5)
+
+
+def _start_early_wait_late(
+    graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float]
+) -> None:
+    """Puts each of ``starts`` right after its last input, and its waits right before their first use: changes positions
+    in ``priority``, in place. A start that only reads inputs of the graph, or ops in ``free``, stays.
+    """
+    dense = [priority[node] for node in graph.nodes if is_dense(node)]
+    for node in starts:
+        inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
+        ready = max((priority[x] for x in inputs), default=None)
+        if ready is not None:
+            later = bisect_right(dense, ready) if is_stored(node) else len(dense)
+            # A saved value moves behind the ops that one kernel computes with its own.
+            priority[node] = dense[later] - 0.3 if later < len(dense) else ready + 0.2
+        for wait in waits_of(node):
+            priority[wait] = min((priority[user] for user in wait.users), default=inf) - 0.25
 
 
 def _spread_all_to_alls(graph: fx.Graph) -> None:
@@ -215,7 +230,7 @@ def _place_final_waits(
     # Gradients on the host are read by the caller alone, after the graph.
     for node in graph.nodes:
         if move_kind(node) == "to_host" and not is_stored(node):
-            priority |= dict.fromkeys(waits_of(node), float("inf"))
+            priority |= dict.fromkeys(waits_of(node), inf)
 
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
@@ -225,4 +240,4 @@ def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
 
 def _first_use(node: fx.Node, priority: dict[fx.Node, float]) -> float:
     """Returns the position of the first op that uses the result of a collective; inf for none."""
-    return min((priority[user] for wait in waits_of(node) for user in wait.users), default=float("inf"))
+    return min((priority[user] for wait in waits_of(node) for user in wait.users), default=inf)
