@@ -150,39 +150,39 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
     """
     where: Where = {**base, **{(node, 0): 0 for node in tensors if node is not None}}
     for node in nodes:
-        if node.target is getitem:
-            at = where.get((node.args[0], node.args[1]))
-            if at is not None:
-                where[node, 0] = at
-            continue
-        if node.op != "call_function":
-            continue
-        row_operands = [(at, where[x, 0]) for at, x in enumerate(operands_of(node)) if (x, 0) in where]
+        if node.target is getitem and (node.args[0], node.args[1]) in where:
+            where[node, 0] = where[node.args[0], node.args[1]]
+        operands = operands_of(node) if node.op == "call_function" and node.target is not getitem else []
+        row_operands = [(at, where[x, 0]) for at, x in enumerate(operands) if (x, 0) in where]
         if not row_operands:
             continue
-        spec = spec_of(call_of(node))
-        factors = set() if spec is None else {spec.operands[at][dim] for at, dim in row_operands}
-        # The rows are one whole factor, the same in all of these operands.
-        if spec is not None and len(factors) == 1 and len(factor := next(iter(factors))) == 1:
-            carried = False
-            for number, dims in enumerate(spec.results):
-                if factor in dims:
-                    where[node, number], carried = dims.index(factor), True
-            if (carried and spec.splittable(factor[0])) or not strict:
-                continue
-        elif spec is not None and factors == {()}:  # the dim has size 1: a single row
-            for number, value in enumerate(v for v in ir.info(node).values if v is not None):
-                if value.shape[:1] == (1,):
-                    where[node, number] = 0
-            continue
-        elif not strict:
-            continue
-        raise CaptureError(
-            f"{node.target} in an expert's function mixes the rows of different tokens",
-            source=ir.info(node).origin.source or None,
-            fix="compute each row of the result from that row alone",
-        )
+        dims, by_row = _rows_of_results(node, row_operands)
+        if strict and not by_row:
+            raise CaptureError(
+                f"{node.target} in an expert's function mixes the rows of different tokens",
+                source=ir.info(node).origin.source or None,
+                fix="compute each row of the result from that row alone",
+            )
+        where |= {(node, number): dim for number, dim in dims.items()}
     return where
+
+
+def _rows_of_results(node: fx.Node, row_operands: Sequence[tuple[int, int]]) -> tuple[dict[int, int], bool]:
+    """Returns (number of a result -> the dim of its rows, whether each row depends on the same row of operands alone).
+
+    Args:
+        row_operands: (position, dim of the rows) of each operand that has rows.
+    """
+    spec = spec_of(call_of(node))
+    factors = set() if spec is None else {spec.operands[at][dim] for at, dim in row_operands}
+    if factors == {()}:  # the dim has size 1: a single row
+        values = enumerate(v for v in ir.info(node).values if v is not None)
+        return {number: 0 for number, value in values if value.shape[:1] == (1,)}, True
+    # Else the rows have to be one whole factor, the same in all of these operands.
+    if spec is None or len(factors) != 1 or len(factor := next(iter(factors))) != 1:
+        return {}, False
+    dims = {number: dims.index(factor) for number, dims in enumerate(spec.results) if factor in dims}
+    return dims, bool(dims) and spec.splittable(factor[0])
 
 
 class _Builder:
