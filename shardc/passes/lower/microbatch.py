@@ -297,6 +297,7 @@ class _Cut:
         opening, closing: those of ``waits`` that a node which varies over microbatches needs, and the others.
         reads_gradients: whether a loop before the body reads gradients of outputs.
         level: node -> number of loops before the body that must have run before it is known.
+        levels: number of loops before the body.
         needs_tangent: the nodes that depend on the gradient of an output.
     """
 
@@ -317,11 +318,7 @@ class _Cut:
         for node in graph.nodes:
             below = max((self.level[x] for x in node.all_input_nodes), default=0)
             self.level[node] = below + (node in opening)
-
-    @cached_property
-    def levels(self) -> int:
-        """The number of loops over microbatches that run before the main one (forward and backward)."""
-        return max((self.level[wait] for wait in self.opening), default=0)
+        self.levels = max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
         """Returns the values that the first loop keeps of each microbatch; later loops then need not run layers."""
@@ -363,16 +360,12 @@ class _Cut:
     @cached_property
     def _layers(self) -> frozenset[str]:
         """Returns the names of the layers: matrix products of a parameter, gathered or not, and another value."""
-        from_params: dict[fx.Node, bool] = {}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                from_params[node] = ir.role(node).kind in ("param", "coordinate")
-            else:
-                from_params[node] = bool(node.all_input_nodes) and all(from_params[x] for x in node.all_input_nodes)
+        params = {x for kind in ("param", "coordinate") for x in ir.placeholders(self.graph, kind)}
+        sources = [node for node in self.graph.nodes if not node.all_input_nodes and node not in params]
+        computed = ir.dependents(self.graph, sources)  # all others are parameters, or follow from these alone
+        calls = (node for node in self.graph.nodes if node.op == "call_function")
         return frozenset(
-            ir.info(node).name
-            for node in self.graph.nodes
-            if node.op == "call_function" and any(from_params[x] for x in node.all_input_nodes) and flops_of(node)
+            ir.info(node).name for node in calls if not computed.issuperset(node.all_input_nodes) and flops_of(node)
         )
 
     def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
