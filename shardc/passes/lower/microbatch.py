@@ -218,13 +218,14 @@ class Microbatch:
                 continue
             op, (wait,) = arguments_of(node).get("reduce_op"), node.users
             source = node.all_input_nodes[0]
-            if op == "avg" and varies[source]:
-                node.args = (source, "sum", *node.args[2:])
-                mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
-                rewriter.redirect(wait, mean)
-            if op in ("sum", "avg") and varies[source] and node not in after_tangent:
-                self._widen(node, wait, rewriter)
-            elif not varies[source] and op is not None:
+            if varies[source]:
+                if op == "avg":
+                    node.args = (source, "sum", *node.args[2:])
+                    mean = rewriter.after(wait, suffix="mean").call(aten.mul.Tensor, wait, 1 / count)
+                    rewriter.redirect(wait, mean)
+                if op in ("sum", "avg") and node not in after_tangent:
+                    self._widen(node, wait, rewriter)
+            elif op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
                 if op == "sum":
                     source = at.call(aten.mul.Tensor, source, count)

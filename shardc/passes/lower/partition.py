@@ -55,27 +55,11 @@ class Partition:
     requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        forward_outputs = [role for role, _ in ir.outputs(gm.graph) if role.kind != "grad"]
         graph = gm.graph
-        levels = self.levels(graph)
-        for node in ir.placeholders(graph, "param"):
-            level = levels.get(ir.info(node).name, 0)
-            if level:
-                self._mark(node, level)
-        recomputed = runs_again(graph, self.collectives)
-        for node in graph.nodes:
-            # Gathers of parameters are marked already.
-            if "recompute" in node.meta or node.op != "call_function":
-                continue
-            origin = ir.info(node).origin
-            if node in recomputed:
-                self.recompute(node, origin.region or _GATHERS)
-            # Without a mark, the partitioner is free to compute a node again.
-            elif communicates(node.target) or (origin.phase == "forward" and (origin.region or origin.policy)):
-                self.save(node, origin.region)
+        self._mark_nodes(graph)
         roles = ir.output_node(graph).meta[ir.ROLES]
-        count = len(forward_outputs)
-        if not any(role.kind == "grad" for role in roles):
+        count = sum(role.kind != "grad" for role in roles)  # of the forward's outputs, which come first
+        if count == len(roles):
             return inference(gm), None
         # Before the split, after which backward has only the name of a saved slice or cast of a parameter.
         reads = _reads(graph)
@@ -88,7 +72,25 @@ class Partition:
         ir.output_node(backward.graph).meta[ir.READS] = {name: reads[name] for name in read if name in reads}
         return forward, backward
 
-    def _mark(self, param: fx.Node, level: int) -> None:
+    def _mark_nodes(self, graph: fx.Graph) -> None:
+        """Marks nodes as recomputed in backward, or as saved."""
+        levels = self.levels(graph)
+        for node in ir.placeholders(graph, "param"):
+            if level := levels.get(ir.info(node).name, 0):
+                self._mark_gathers(node, level)
+        recomputed = runs_again(graph, self.collectives)
+        for node in graph.nodes:
+            # Gathers of parameters are marked already.
+            if "recompute" in node.meta or node.op != "call_function":
+                continue
+            origin = ir.info(node).origin
+            if node in recomputed:
+                self.recompute(node, origin.region or _GATHERS)
+            # Without a mark, the partitioner is free to compute a node again.
+            elif communicates(node.target) or (origin.phase == "forward" and (origin.region or origin.policy)):
+                self.save(node, origin.region)
+
+    def _mark_gathers(self, param: fx.Node, level: int) -> None:
         """Marks the gathers of a parameter as saved (levels 1 and 2) or recomputed (level 3). If a slice of the
         parameter is kept (`KeepPart`), the slice is saved, and only what is computed from it is marked by level.
         """

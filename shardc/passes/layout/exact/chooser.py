@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import getitem
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -27,7 +26,6 @@ from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes import local_regions
 from shardc.passes.layout.exact.axis_strategies import (
-    AxisStrategy,
     Closure,
     Slot,
     combine_axes,
@@ -106,11 +104,6 @@ class LayoutProblem:
         self.options: dict[fx.Node, tuple[Strategy, ...]] = {}
         self.variable: dict[fx.Node, int] = {}
         self.kernels: dict[fx.Node, Table] = {}
-        self.seeded: list[tuple[fx.Node, Any, dict[str, Any], ir.Info]]
-        self.boundary: Outside
-        self.traffic: dict[fx.Node, Traffic]
-        self.closures: list[Closure]
-        self.ways: list[dict[fx.Node, list[AxisStrategy]]]
         like, self.like = self.like, None  # of a chain of problems, only the last one is kept
         if like is None:
             self.seeded = [(x, x.target, x.kwargs, ir.info(x)) for x in self.graph.nodes if x.op != "output"]
@@ -125,12 +118,12 @@ class LayoutProblem:
         self._start()
         self.seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
         # The search for strategies starts from these, so the result and the seconds of kernels are the same.
-        if like is not None and like.seeds == self.seeds and like.outside.fixed == self.outside.fixed:
-            self.closures, self.ways, self.kernels = like.closures, like.ways, like.kernels
-            self.options = {node: like.options[node] for node in like.kernels}
-        else:
+        if like is None or like.seeds != self.seeds or like.outside.fixed != self.outside.fixed:
             self.closures = [Closure(self.graph, self.mesh, axis, self.seeds) for axis in axes]
             self.ways = [closure.run() for closure in self.closures]
+        else:
+            self.closures, self.ways, self.kernels = like.closures, like.ways, like.kernels
+            self.options = {node: like.options[node] for node in like.kernels}
         self._add_ops()
         self._add_values()
         self._finish()
@@ -224,10 +217,10 @@ class LayoutProblem:
         if node.op != "call_function":
             return (Strategy((), tuple(Layout.whole(self.mesh, v.shape) for v in ir.info(node).tensors)),)
         if node.target is ops.tag:
-            bases = dict.fromkeys(self._produced(node.args[0]))
+            bases = dict.fromkeys(self._produced(*slot_of(node.args[0])))
             return tuple(Strategy((b,), (self.problem.pin_layout(node.kwargs["name"], b)[0],)) for b in bases)
         if node.target is ops.pad:
-            return tuple(dict.fromkeys(padded(node, base) for base in self._produced(node.args[0])))
+            return tuple(dict.fromkeys(padded(node, base) for base in self._produced(*slot_of(node.args[0]))))
         if node.target in local_regions.OPS:
             return (local_regions.strategy_of(node, self.mesh),)
         spec = spec_at(node)
@@ -255,11 +248,13 @@ class LayoutProblem:
             else ()
         )
 
-    def _produced(self, node: fx.Node) -> list[Layout]:
-        """Returns the layouts that the value ``node`` gets from the strategies of its op, one per strategy."""
-        maker, index = slot_of(node)
+    def _produced(self, maker: fx.Node, index: int) -> tuple[Layout, ...]:
+        """Returns the layouts that result ``index`` of ``maker`` gets from the strategies of ``maker``, one per
+        strategy.
+        """
+        # Strategies have layouts of the results that are tensors only.
         at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
-        return [option.results[at] for option in self.options[maker]]
+        return tuple(option.results[at] for option in self.options[maker])
 
     # --- values
 
@@ -281,13 +276,11 @@ class LayoutProblem:
             uses.setdefault(slot_of(node), []).append(use)
         self.labels: dict[Slot, tuple[int, tuple[Label, ...]]] = {}
         for (maker, index), value_uses in uses.items():
-            # Strategies have layouts of the results that are tensors only.
-            at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
-            produced = tuple(option.results[at] for option in self.options[maker])
-            item = ir.info(maker).tensors[at].itemsize
+            value = ir.info(maker).values[index]
+            assert value is not None
             memory_weight = self.weights.of(maker) if self._saved(maker, index) else 0.0
             self.labels[maker, index] = self.builder.add_value(
-                self.variable[maker], produced, value_uses, item, memory_weight
+                self.variable[maker], self._produced(maker, index), value_uses, value.itemsize, memory_weight
             )
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
