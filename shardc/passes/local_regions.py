@@ -49,21 +49,28 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
             raise _error(region, f"in_layouts[{at}] is {layout}, with a pending reduction", fix)
     if node.target is CALL:
         assert isinstance(value, tuple)
-        if len(value) != len(region.outputs):
-            text = f"it returns {len(value)} tensors and has {len(region.outputs)} out_layouts"
-            raise _error(region, text, "give one layout for each tensor that it returns")
-        results = tuple(
-            _layout(region, "out", at, region.outputs[at], mesh, v) for at, v in enumerate(value) if v is not None
-        )
-        for at, layout in enumerate(results):
-            if any(op != "sum" for _, op in layout.partial):
-                text = f"out_layouts[{at}] is {layout}, and only a sum may be left pending"
-                raise _error(region, text, "do the reduction in the function, with shardc.local")
-        return Strategy(arguments, results)
+        return Strategy(arguments, _result_layouts(region, mesh, value))
     floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
     tangents = _tangents(region, mesh, values[count:])
     sums = tuple(arguments[at].with_partial(_replicating_axes(arguments[at])) for at in floating)
     return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
+
+
+def _result_layouts(region: Region, mesh: Mesh, values: Sequence[Value | None]) -> tuple[Layout, ...]:
+    """Returns the layout of each result of ``region``, given the results' types (None for no tensor). Raises RuleError
+    if there are more or fewer out_layouts, or one with another pending reduction than a sum.
+    """
+    if len(values) != len(region.outputs):
+        text = f"it returns {len(values)} tensors and has {len(region.outputs)} out_layouts"
+        raise _error(region, text, "give one layout for each tensor that it returns")
+    results = tuple(
+        _layout(region, "out", at, region.outputs[at], mesh, v) for at, v in enumerate(values) if v is not None
+    )
+    for at, layout in enumerate(results):
+        if any(op != "sum" for _, op in layout.partial):
+            text = f"out_layouts[{at}] is {layout}, and only a sum may be left pending"
+            raise _error(region, text, "do the reduction in the function, with shardc.local")
+    return results
 
 
 def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Calls) -> list[fx.Node]:

@@ -283,15 +283,8 @@ class _Padder(PaddedValues):
                 for factor, mine in zip(factors, shared, strict=True):
                     if not is_padded(mine) or drawn or not spec.splittable(factor):
                         continue
-                    if factor in spec.indexed and len(mine) > 1:
-                        lost[x] = "its elements are found by their place"
-                        continue
-                    # Padding of a factor that shares a dim with another one would lie between true elements.
-                    alone = node.target in RESHAPES or _never_joined(spec, factor)
-                    if not alone or (
-                        not spec.carried_by_all(factor) and reduction_identity(call, spec, factor) is None
-                    ):
-                        lost[x] = "no filling is known that the op ignores"
+                    if (reason := _obstacle(call, spec, factor, mine)) is not None:
+                        lost[x] = reason
                     else:
                         padded_factors.setdefault(factor, mine)
         for x, reason in lost.items():
@@ -388,6 +381,16 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mappin
         canonical_runs([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims
     )
+
+
+def _obstacle(call: Call, spec: Spec, factor: str, runs: Runs) -> str | None:
+    """Returns why an op cannot compute with ``factor`` padded by ``runs``, as text for a warning; None if it can."""
+    if factor in spec.indexed and len(runs) > 1:
+        return "its elements are found by their place"
+    # Padding of a factor that shares a dim with another one would lie between true elements.
+    alone = call.target in RESHAPES or _never_joined(spec, factor)
+    ignored = spec.carried_by_all(factor) or reduction_identity(call, spec, factor) is not None
+    return None if alone and ignored else "no filling is known that the op ignores"
 
 
 def _never_joined(spec: Spec, factor: str) -> bool:

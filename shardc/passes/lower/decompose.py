@@ -124,21 +124,23 @@ class Decompose:
         kind = collective_kind(node)
         assert kind is not None
         before, behind = cuts.beside(node)
-        beside = cuts.seconds_beside(node, self._product)
+        beside = cuts.seconds_beside(node, self._product_seconds)
         times = []
         for n in (1, cuts.count):
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
             # A product beside several collectives is shared out among them.
             before_seconds, behind_seconds = (
-                sum(self._product(x, n) / cuts.sharers[x] for x in each) for each in (before, behind)
+                sum(self._product_seconds(x, n) / cuts.sharers[x] for x in each) for each in (before, behind)
             )
-            times.append(self._run(before_seconds, beside, behind_seconds, sent, ranks, n))
+            times.append(self._pipelined_seconds(before_seconds, beside, behind_seconds, sent, ranks, n))
         for x in before | behind:  # chunks that are concatenated
             if any(user not in cuts.cuts for user in x.users):
                 times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.sharers[x]
         return times[0], times[1]
 
-    def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
+    def _pipelined_seconds(
+        self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int
+    ) -> float:
         """Simulates a pipeline of ``count`` chunks and returns its seconds. Each chunk takes ``before`` seconds to
         compute, ``sent`` to send and ``behind`` to be used.
 
@@ -163,7 +165,7 @@ class Decompose:
             now = max(now, arrived) + behind + (busy if at < count - 1 else 0.0)
         return now
 
-    def _product(self, node: fx.Node, count: int = 1) -> float:
+    def _product_seconds(self, node: fx.Node, count: int = 1) -> float:
         """Returns the predicted seconds of one of ``count`` chunks of a matrix product; 0 for other ops."""
         operations = flops_of(node)
         if not operations:
@@ -300,7 +302,7 @@ class _Cuts:
                 self.cuts[node] = cut
             return
         tried = []
-        for cut in self._ways(node):
+        for cut in self._divisions(node):
             need = operands(node, cut)
             assert need is not None
             above: dict[fx.Node, ChunkSpec] = {}
@@ -316,7 +318,7 @@ class _Cuts:
         elif node not in self.stopped:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
-    def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
+    def _divisions(self, node: fx.Node) -> Iterator[ChunkSpec]:
         """Yields the ways to divide the result of a collective into chunks: a `ChunkSpec` for each dim whose size the
         number of chunks divides (for dim 0 of an all-gather, the size that each rank contributes). A tensor of one dim
         has none.

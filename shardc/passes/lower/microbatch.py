@@ -82,21 +82,10 @@ class Microbatch:
         send_once(graph)  # reductions that differed over time alone
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
-        openings: list[Loop] = []
-        gathered = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(self._gathered(cut))]
+        gathered = _with_roles(KNOWN, self._gathered(cut))
         shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
         gathers = LazyGraphModule(gm, cut_out(graph, gathered, {})) if gathered else None
-        carried = [(Role(KEPT, ir.info(x).name, at), x) for at, x in enumerate(cut.carried())]
-        # Each loop over microbatches makes sums known that the terms of the next loop need.
-        for level in range(1, cut.levels + 1):
-            waits = [wait for wait in cut.opening if cut.level[wait] == level]
-            results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
-            earlier = {x: role for role, x in carried if level > 1}
-            body = cut_out(graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
-            results_once = [(Role(KNOWN, ir.info(x).name, at), x) for at, x in enumerate(cut.frontier(level))]
-            once = cut_out(graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
-            openings.append(Loop(LazyGraphModule(gm, body), LazyGraphModule(gm, once)))
-            shared |= {x: role for role, x in results_once}
+        openings = self._openings(gm, cut, shared)
         if gathers is not None and any(loop.takes(shared[x] for _, x in gathered) for loop in openings):
             openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
         own_results, rest = self._results(graph, cut)
@@ -108,6 +97,23 @@ class Microbatch:
             LazyGraphModule(gm, graph), gathers,
             cut.reads_gradients,
         )  # fmt: skip
+
+    def _openings(self, gm: fx.GraphModule, cut: _Cut, shared: dict[fx.Node, Role]) -> list[Loop]:
+        """Returns the loops over microbatches before the body. Each makes sums known that terms of the next one need,
+        and adds what follows from them to ``shared`` (value -> its role as an argument of later graphs), in place.
+        """
+        openings: list[Loop] = []
+        carried = _with_roles(KEPT, cut.carried())
+        for level in range(1, cut.levels + 1):
+            waits = [wait for wait in cut.opening if cut.level[wait] == level]
+            results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
+            earlier = {x: role for role, x in carried if level > 1}
+            body = cut_out(cut.graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
+            results_once = _with_roles(KNOWN, cut.frontier(level))
+            once = cut_out(cut.graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
+            openings.append(Loop(LazyGraphModule(gm, body), LazyGraphModule(gm, once)))
+            shared |= {x: role for role, x in results_once}
+        return openings
 
     def _check_work(self, openings: Sequence[Loop], cut: _Cut) -> None:
         """Raises PlanError if the loops that run before the forward (``openings``) cost more than one forward."""
@@ -510,6 +516,11 @@ def mark_terms(backward: fx.GraphModule, names: Iterable[str], kind: str = TERM)
 def needs_tangent(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes that depend on the gradient of an output."""
     return ir.dependents(graph, ir.placeholders(graph, "tangent"))
+
+
+def _with_roles(kind: str, nodes: Iterable[fx.Node]) -> list[tuple[Role, fx.Node]]:
+    """Returns ``nodes`` as outputs of a graph, whose roles have this ``kind`` and the nodes' names."""
+    return [(Role(kind, ir.info(node).name, at), node) for at, node in enumerate(nodes)]
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:
