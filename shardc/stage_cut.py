@@ -169,15 +169,12 @@ class PipelineCut(MicrobatchCut):
 
         The first is None if it communicates nothing, the second if it is empty.
         """
-        elsewhere: dict[fx.Node, bool] = {}  # whether it depends on sums of terms of other stages
-        for node in closing.graph.nodes:
-            is_sum = node.op == "placeholder" and ir.role(node).kind == step.SUM
-            elsewhere[node] = any(elsewhere[x] for x in node.all_input_nodes) or (
-                is_sum and self.staged.terms[ir.role(node).name] != at
-            )
+        sums = ir.placeholders(closing.graph, step.SUM)
+        of_others = [node for node in sums if self.staged.terms[ir.role(node).name] != at]
+        elsewhere = ir.dependents(closing.graph, of_others)  # depend on sums of terms of other stages
         results: tuple[list[tuple[Role, fx.node.Argument]], ...] = [], []
         for role, x in ir.outputs(closing.graph):
-            results[not isinstance(x, fx.Node) or elsewhere[x]].append((role, x))
+            results[not isinstance(x, fx.Node) or x in elsewhere].append((role, x))
         graphs = [LazyGraphModule(closing, cut_out(closing.graph, some, {})) for some in results]
         if not any(communicates(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"):
             return None, closing

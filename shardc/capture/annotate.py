@@ -92,12 +92,9 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
         traced = node.meta["val"]
         node.meta["val"] = traced.to(dtype)
         ir.set_info(node, replace(record, value=replace(value, dtype=dtype)))
-        users = list(node.users)
-        if users:
-            place = rewriter.before(min(users, key=order.__getitem__), like=node, suffix="cast")
-            cast = place.call(torch.ops.aten._to_copy.default, node, dtype=traced.dtype)
-            for user in users:
-                user.replace_input_with(node, cast)
+        if node.users:
+            place = rewriter.before(min(node.users, key=order.__getitem__), like=node, suffix="cast")
+            rewriter.redirect(node, place.call(torch.ops.aten._to_copy.default, node, dtype=traced.dtype))
     results = list(output.args[0])
     for at, (role, node) in enumerate(ir.outputs(graph)):
         stored_dtype = stored.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
