@@ -58,7 +58,8 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Argumen
     schema = getattr(node.target, "_schema", None)
     order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else node.kwargs
     kwargs = {name: node.kwargs[name] for name in order}
-    return fx.map_arg((node.args, kwargs), lambda x: next(replacements) if x in old else x)  # args first, in order
+    args, kwargs = fx.map_arg((node.args, kwargs), lambda x: next(replacements) if x in old else x)  # in order
+    return args, kwargs
 
 
 def plain(argument: Any) -> Any:
