@@ -19,7 +19,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import local_regions
 from shardc.passes.layout.precision import REDUCED_IN
-from shardc.passes.op_calls import call_of, is_start, leaving, operands_of
+from shardc.passes.op_calls import before_other_starts, call_of, is_start, leaving, operands_of
 from shardc.passes.pipeline import Hook, Pass
 from shardc.passes.schedule.prefetch import prefetchable
 from shardc.passes.schedule.schedule import Schedule
@@ -221,10 +221,7 @@ def check_waits(subject: Subject) -> Broken:
     leaves = leaving(graph)
     starts = [place[node] for node in subject.calls if collective_kind(node) is not None]
     last = max((place[node] for node in subject.calls if _computes(node) and node not in leaves), default=0)
-    sent_on: set[fx.Node] = set()  # nodes that lead to another collective, or move, before the output
-    for node in reversed(nodes):
-        if node in leaves and (is_start(node) or not sent_on.isdisjoint(node.users)):
-            sent_on.add(node)
+    sent_on = before_other_starts(leaves)
     for wait in subject.calls:
         if wait.target is not WAIT or wait in sent_on or (start := collective_of(wait)) is None:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -98,11 +98,7 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
     """Returns the nodes that only carry results of collectives to the output (waits, views, casts, sums of received
     terms, further collectives, copies to the host), as a dict: node -> number of collectives before it.
     """
-    out: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if (moves_data(node.target) or node.target in _FINISHING or is_start(node)) and node.users:
-            if all(user.op == "output" or user in out for user in node.users):
-                out.add(node)
+    out = only_to_output(graph, lambda node: moves_data(node.target) or node.target in _FINISHING or is_start(node))
     level: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node in out:
@@ -110,6 +106,24 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
             if any(counts):
                 level[node] = max(counts)
     return level
+
+
+def only_to_output(graph: fx.Graph, accepts: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Returns the nodes that ``accepts`` accepts and whose uses all lead to the output through such nodes."""
+    out: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and accepts(node) and all(user.op == "output" or user in out for user in node.users):
+            out.add(node)
+    return out
+
+
+def before_other_starts(leaves: dict[fx.Node, int]) -> set[fx.Node]:
+    """Returns those of ``leaves``, a result of `leaving`, that lead to a further collective or move, or are one."""
+    leading: set[fx.Node] = set()
+    for node in reversed(leaves):
+        if is_start(node) or not leading.isdisjoint(node.users):
+            leading.add(node)
+    return leading
 
 
 PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the plan pins; it pins none over time

@@ -84,7 +84,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
     """Replaces equal reshards of several views of one value by a single reshard of the value. The views then read that
     reshard.
     """
-    groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[fx.Node]]]] = {}
+    groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[tuple[fx.Node, Layout]]]]] = {}
     for node in graph.nodes:
         if node.target is ops.reshard:
             root, layout, moves = _root(node)
@@ -101,38 +101,20 @@ def _share_before_moves(graph: fx.Graph) -> None:
         shared = place.typed(replace(ir.value(root), layout=layout), ops.reshard, root)
         for node, moves in members:
             last = shared
-            for move in moves:
-                moved_layout = _wanted_through(node, moves, move)
+            for move, moved_layout in moves:
                 last = rewriter.before(node, like=move).copy(move, {move.args[0]: last})
                 ir.update(last, value=replace(ir.value(move), layout=moved_layout))
             rewriter.replace(node, last)
             replaced[node] = last
 
 
-def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
+def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[tuple[fx.Node, Layout]]]:
     """Follows the views before the reshard ``node`` back to their source. Returns (source, layout of the source that
-    gives the reshard's result, the views in order).
+    gives the reshard's result, (view, its layout that gives that result) of each view in order).
     """
     source, layout = node.args[0], ir.layout(node)
-    moves: list[fx.Node] = []
-    while (spec := move_of(source)) is not None:
-        back = from_results(spec, layout)
-        if back is None:
-            break
-        moves.insert(0, source)
+    moves: list[tuple[fx.Node, Layout]] = []
+    while (spec := move_of(source)) is not None and (back := from_results(spec, layout)) is not None:
+        moves.insert(0, (source, layout))
         layout, source = back.operands[0], source.args[0]
     return source, layout, moves
-
-
-def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layout:
-    """Returns the layout that ``move``, one of the views ``moves`` before the reshard ``node``, must have if the last
-    of them is to have the layout of ``node``.
-    """
-    layout = ir.layout(node)
-    for later in reversed(moves[moves.index(move) + 1 :]):
-        spec = move_of(later)
-        assert spec is not None
-        back = from_results(spec, layout)
-        assert back is not None
-        layout = back.operands[0]
-    return layout

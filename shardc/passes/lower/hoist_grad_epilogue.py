@@ -13,6 +13,7 @@ from shardc.cost.compute import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.op_traits import draws
 from shardc.ir.rewriter import positions, reorder
+from shardc.passes.op_calls import only_to_output
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class HoistGradEpilogue:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, priority = gm.graph, positions(gm.graph)
         dense = [priority[node] for node in graph.nodes if is_dense(node)]
-        for node in _last_ops(graph):
+        last_ops = only_to_output(graph, _may_be_last)
+        for node in filter(last_ops.__contains__, graph.nodes):
             operands = [priority[x] for x in node.all_input_nodes if _is_backward(x)]
             if operands and bisect(dense, max(operands)) < bisect(dense, priority[node]):
                 priority[node] = max(operands) + 1e-4
@@ -45,19 +47,9 @@ class HoistGradEpilogue:
         return gm
 
 
-def _last_ops(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the backward ops whose results only lead to outputs through other such ops, in order. Dense kernels and
-    random draws are left out.
-    """
-    last_ops: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if not _is_backward(node) or not node.users or is_dense(node):
-            continue
-        if draws(node.target):
-            continue
-        if all(user.op == "output" or user in last_ops for user in node.users):
-            last_ops.add(node)
-    return [node for node in graph.nodes if node in last_ops]
+def _may_be_last(node: fx.Node) -> bool:
+    """Returns whether ``node`` is a backward op that may finish a gradient: no dense kernel and no random draw."""
+    return _is_backward(node) and not is_dense(node) and not draws(node.target)
 
 
 def _is_backward(node: fx.Node) -> bool:

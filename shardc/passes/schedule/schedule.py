@@ -14,7 +14,7 @@ from shardc.ir.comm import WAIT, is_stored, move_kind, waits_of
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.graph import output_node
 from shardc.ir.rewriter import positions, reorder
-from shardc.passes.op_calls import is_start, leaving, result_bytes
+from shardc.passes.op_calls import before_other_starts, is_start, leaving, result_bytes
 from shardc.passes.schedule.prefetch import Wanted, check, prefetchable, prioritize, sink_to_first_use
 from shardc.plan.entries import Prefetch
 
@@ -203,10 +203,7 @@ def _place_final_waits(
         limit: bytes; -1 for no limit.
     """
     reductions_before = leaving(graph)
-    lead_on: set[fx.Node] = set()  # nodes that lead to another start
-    for node in reversed(graph.nodes):
-        if node in reductions_before and (is_start(node) or any(user in lead_on for user in node.users)):
-            lead_on.add(node)
+    lead_on = before_other_starts(reductions_before)
     # Waits whose results only leave the graph; other results of the same bucket may be used.
     tails = {node: [wait for wait in waits_of(node) if wait in reductions_before] for node in starts}
     awaited = [node for node in starts if tails[node]]
