@@ -6,11 +6,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc.ir import ops
-from shardc.ir.graph import info, update, value
+from shardc.ir.graph import ancestors, dependents, info, output_node, update, value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
-from shardc.ir.rewriter import GraphRewriter
+from shardc.ir.rewriter import GraphRewriter, inline_graph
 from shardc.ir.text import dump
 
 aten = torch.ops.aten
@@ -87,3 +87,32 @@ def test_a_layout_says_what_operands_an_op_needs() -> None:
     split = Layout.parse("[4@dp]", mesh)
     assert info(total).needs == (split, split) and info(whole).needs is None
     assert not info(total).is_kept_part and info(total).true_sizes is None
+
+
+def test_users_of_a_value_read_what_is_computed_from_it() -> None:
+    gm, nodes = _read()
+    rewriter, mm, relu = GraphRewriter(gm.graph), nodes["up.mm"], nodes["up.relu"]
+    at = rewriter.after(mm, suffix="turned")
+    back = at.call(aten.t.default, at.call(aten.t.default, mm))
+    rewriter.redirect(mm, back)
+    assert relu.args == (back,)
+    assert [info(user).name for user in mm.users] == ["up.mm.turned"]
+
+
+def test_ancestors_and_dependents() -> None:
+    gm, nodes = _read()
+    x, mm, relu = nodes["x"], nodes["up.mm"], nodes["up.relu"]
+    assert ancestors([relu, None]) == {x, mm, relu}
+    assert ancestors([relu], stops={mm}) == {mm, relu}
+    assert dependents(gm.graph, [mm]) == {mm, relu, output_node(gm.graph)}
+
+
+def test_a_traced_function_is_inlined() -> None:
+    gm, nodes = _read()
+    traced = torch.fx.Graph()
+    a, _, b = map(traced.placeholder, "abc")
+    traced.output((traced.call_function(aten.sub.Tensor, (b, a)), a))
+    at, mm, relu = GraphRewriter(gm.graph).after(nodes["up.relu"]), nodes["up.mm"], nodes["up.relu"]
+    results = inline_graph(traced, [mm, None, relu], lambda node, args, kwargs: at.call(node.target, *args, **kwargs))
+    assert results[1] is mm
+    assert (results[0].target, results[0].args) == (aten.sub.Tensor, (relu, mm))
