@@ -34,7 +34,7 @@ from shardc.passes.layout.exact.axis_strategies import (
     spec_at,
 )
 from shardc.passes.layout.exact.prices import Traffic, prices, traffic_of
-from shardc.passes.layout.exact.problem import Builder, Label, Table, Use, kernel_seconds
+from shardc.passes.layout.exact.problem import Builder, Table, Use, kernel_seconds
 from shardc.passes.layout.greedy import Greedy
 from shardc.passes.layout.propagate import Problem, decide, lay_out_getitem, padded, pin
 from shardc.passes.layout.seed import gathered
@@ -88,7 +88,6 @@ class LayoutProblem:
     Attributes:
         options: node -> its strategies, which are the labels of its variable.
         variable: node -> number of its variable.
-        labels: value -> (number of its variable, labels of that).
         ways: for each axis of more than one rank, node -> its strategies over that axis alone.
         kernels: op -> predicted seconds of each of its strategies, without weights.
     """
@@ -274,12 +273,11 @@ class LayoutProblem:
             uses.setdefault(slot_of(node), []).append(Use(None, (layout,), weight * self.weights.of(node)))
         for node, use in self._extra_uses():
             uses.setdefault(slot_of(node), []).append(use)
-        self.labels: dict[Slot, tuple[int, tuple[Label, ...]]] = {}
         for (maker, index), value_uses in uses.items():
             value = ir.info(maker).values[index]
             assert value is not None
             memory_weight = self.weights.of(maker) if self._saved(maker, index) else 0.0
-            self.labels[maker, index] = self.builder.add_value(
+            self.builder.add_value(
                 self.variable[maker], self._produced(maker, index), value_uses, value.itemsize, memory_weight
             )
 

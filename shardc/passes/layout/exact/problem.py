@@ -43,16 +43,6 @@ class Use:
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
-class Label:
-    """A label (choice) for a value: the layout in which its op produces it, and further layouts to which it is
-    resharded once for several uses.
-    """
-
-    produced: Layout
-    shared: tuple[Layout, ...] = ()
-
-
 @dataclass
 class Builder:
     """Collects the variables and costs of a layout problem for the solver.
@@ -92,9 +82,9 @@ class Builder:
 
     def add_value(
         self, maker: int, produced: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, memory: float = 0.0
-    ) -> tuple[int, tuple[Label, ...]]:
+    ) -> None:
         """Adds a variable for a value, with its costs and its pair costs with the op that makes it and the ops that use
-        it. Returns (number of the variable, its labels).
+        it.
 
         Args:
             maker: number of the variable of the op that produces the value.
@@ -103,8 +93,8 @@ class Builder:
             itemsize: bytes per element of the value.
             memory: weight of the value's bytes on a rank; 0 if it is not saved.
         """
-        labels, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
-        sizes = memory * itemsize * np.array([label.produced.local_numel for label in labels]) if memory else 0.0
+        layouts, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
+        sizes = memory * itemsize * np.array([layout.local_numel for layout in layouts]) if memory else 0.0
         index = self.add_variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
             # An output has no variable: its layout is given.
@@ -112,26 +102,25 @@ class Builder:
                 self.unary[index] = self.unary[index] + table.column(0)
             else:
                 self.pairs.append((index, use.variable, table))
-        self.pairs.append((maker, index, _makes(produced, labels)))
-        return index, labels
+        self.pairs.append((maker, index, _makes(produced, layouts)))
 
 
 @lru_cache(maxsize=1 << 10)
-def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
+def _makes(produced: tuple[Layout, ...], layouts: tuple[Layout, ...]) -> PairCosts:
     """Returns pair costs of an op's labels and a value's labels: inf where the op's label produces the value in another
-    layout than the value's label says, else 0.
+    layout (``produced``) than the value's label says (``layouts``), else 0.
     """
-    index = {layout: at for at, layout in enumerate(dict.fromkeys((*produced, *(label.produced for label in labels))))}
-    rows, columns = _at(produced, index), _at([label.produced for label in labels], index)
-    return PairCosts.by_class(np.where(np.eye(len(index), dtype=bool), 0.0, np.inf), rows, columns)
+    index = {layout: at for at, layout in enumerate(dict.fromkeys(produced))}
+    differs = np.where(np.eye(len(index), dtype=bool), 0.0, np.inf)
+    return PairCosts.by_class(differs, _at(produced, index), _at(layouts, index))
 
 
 @lru_cache(maxsize=1 << 10)
 def _value(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
-) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
-    """Returns (labels of a value, seconds of each label, pair costs with each of ``uses``). ``produced``: for each
-    label of the value's op, the layout in which the op produces the value.
+) -> tuple[tuple[Layout, ...], Table, tuple[PairCosts, ...]]:
+    """Returns, of the labels of a value, (the layout in which each produces the value, seconds of each, pair costs with
+    each of ``uses``). ``produced``: for each label of the value's op, the layout in which the op produces the value.
 
     Each of ``uses`` is (layout that each of its labels needs, weight of its seconds).
     """
@@ -139,19 +128,19 @@ def _value(
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
     # In one order, so that uses with equal needs share an entry of the cache.
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
-    labels, costs, tables = _priced(layouts, wanted, itemsize, cost)
+    label_layouts, costs, tables = _priced(layouts, wanted, itemsize, cost)
     columns = (
         _at(needs, {x: at for at, x in enumerate(some)}) for (needs, _), (some, _) in zip(uses, wanted, strict=True)
     )
-    return labels, costs, tuple(PairCosts(*table, at) for table, at in zip(tables, columns, strict=True))
+    return label_layouts, costs, tuple(PairCosts(*table, at) for table, at in zip(tables, columns, strict=True))
 
 
 @lru_cache(maxsize=1 << 10)
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
-) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """Returns (labels of a value, seconds of each label, tables of costs for each use). ``layouts``: the distinct
-    layouts in which the value may be produced.
+) -> tuple[tuple[Layout, ...], Table, tuple[tuple[Table, Table], ...]]:
+    """Returns, of the labels of a value, (the layout in which each produces the value, seconds of each, tables of costs
+    for each use). ``layouts``: the distinct layouts in which the value may be produced.
 
     The tables of a use are the seconds [class of labels, needed layout] and the class of each label: labels of one
     class cost the use the same.
@@ -167,9 +156,6 @@ def _priced(
     for at, columns in enumerate(shared):
         costs[at] = weight * full[at, columns].sum()
         full[at, columns] = 0.0
-    labels = tuple(
-        Label(layouts[r], tuple(wanted[s] for s in columns)) for r, columns in zip(rows, shared, strict=True)
-    )
     tables = {}  # equal uses share one
     for needs, w in dict.fromkeys(uses):
         some = {column[x] for x in needs}
@@ -178,7 +164,7 @@ def _priced(
         classes = np.array([seen.setdefault(key, len(seen)) for key in keys])
         _, first = np.unique(classes, return_index=True)
         tables[needs, w] = w * full[np.ix_(first, _at(needs, column))], classes
-    return labels, costs, tuple(tables[use] for use in uses)
+    return tuple(layouts[row] for row in rows), costs, tuple(tables[use] for use in uses)
 
 
 def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
