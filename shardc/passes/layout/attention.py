@@ -76,7 +76,7 @@ class Attention:
                 # A backward kernel is listed once for each result of the forward that it reads.
                 for kernel in dict.fromkeys([*backward, node]):
                     if kernel.target in _FLEX:
-                        _place(kernel, entries, around)
+                        _write_axes(kernel, entries, around)
                     else:
                         _replace(kernel, entries, around, names)
         erase_dead_code(gm.graph)
@@ -170,19 +170,19 @@ def _bias(arguments: dict[str, Argument]) -> Argument:
     return arguments.get("attn_mask") if arguments.get("attn_bias") is None else arguments["attn_bias"]
 
 
-def _split(entries: Sequence[Cp]) -> tuple[str, str]:
+def _axes_and_methods(entries: Sequence[Cp]) -> tuple[str, str]:
     """Returns (the axes of ``entries``, their methods), each joined by commas to one text, as the attention ops take
     them.
     """
     return ",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries)
 
 
-def _place(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
+def _write_axes(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
     """Writes the axes and methods of ``entries`` into the arguments of the ``flex_attention`` ``node``, in place;
     ``around``: keys and values are passed from rank to rank (a ring) instead of gathered.
     """
     names = [argument.name for argument in node.target._schema.arguments]
-    node.args = (*node.args[: names.index("axis")], *_split(entries), around)
+    node.args = (*node.args[: names.index("axis")], *_axes_and_methods(entries), around)
 
 
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
@@ -192,7 +192,7 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     arguments, record, old = arguments_of(node), ir.info(node), node.target
     query, key = arguments["query"], arguments["key"]
     scale = ir.value(query).shape[3] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
-    how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *_split(entries), around)
+    how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *_axes_and_methods(entries), around)
     tensors = (query, key, arguments["value"])
     # A backward kernel reads the result of its forward.
     if "out" in arguments:

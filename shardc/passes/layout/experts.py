@@ -66,13 +66,13 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     back, tangent = marked.get(expert_markers.ENTER_GRAD), marked.get(expert_markers.EXIT_GRAD)
     inputs: Any = start.args[0]
     x, weight, *params = inputs
-    entered = _entered(start, len(inputs))
+    entered = _entered_values(start, len(inputs))
     forward = _between([rows], set(entered.values()), end)
     results: list[object] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
     # Strict, as an op that mixes rows would give something else for the rows of one expert.
-    where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
+    where = _dims_of_rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
     build = _Builder(ir.value(x).shape[0], entered)
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
@@ -86,7 +86,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
         _replace(back, expert_ops.GRADIENT, (tangent.args[0], x, index, weight, *how), gradient)
 
 
-def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
+def _entered_values(start: fx.Node, count: int) -> dict[int, fx.Node]:
     """Returns number of the result -> the getitem that reads it, for the ``count`` results of the mark ``start`` (the
     values that enter the expert).
 
@@ -136,7 +136,7 @@ def _between(ends: Iterable[object], stops: set[fx.Node], border: fx.Node) -> li
 Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the dim of the rows
 
 
-def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
+def _dims_of_rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
     """Finds the dim of the rows (tokens) in each value: returns (node, number of its result) -> dim, for the results of
     ``nodes`` that have rows.
 
@@ -220,11 +220,11 @@ class _Builder:
         if tangent is not None:
             recomputed = set(_between(results, {*keep, *self.entered.values(), tangent}, tangent))
             nodes = [node for node in forward if node in recomputed and node not in keep] + backward
-            dims_of_rows = _rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
+            dims_of_rows = _dims_of_rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
             gradient_graph = self._graph(nodes, [tangent, *keep], results, dims_of_rows)
-        saved = tuple(_per_row(ir.value(node)) for node in keep)
+        saved = tuple(_row_type(ir.value(node)) for node in keep)
         flops = (self._flops(forward), self._flops(backward))
-        return Body(forward_graph, gradient_graph, _per_row(ir.value(out)), saved, flops)
+        return Body(forward_graph, gradient_graph, _row_type(ir.value(out)), saved, flops)
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
         """Returns the floating-point operations of ``nodes`` per row."""
@@ -271,14 +271,16 @@ class _Builder:
         for name, node in inputs:
             env[node] = ir.set_info(graph.placeholder(name), ir.info(node))
         for node in nodes:
-            args, kwargs = self._sized(node, size, where)
+            args, kwargs = self._arguments_at_size(node, size, where)
             args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
             env[node] = ir.set_info(graph.call_function(node.target, args, kwargs), ir.info(node))
         graph.output(tuple(env[x] if isinstance(x, fx.Node) else None for x in results))
         graph.eliminate_dead_code()
         return graph
 
-    def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+    def _arguments_at_size(
+        self, node: fx.Node, size: fx.Node, where: Where
+    ) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
         """Returns (args, kwargs) of ``node`` for any number of rows: where they contain a shape, ``size`` replaces the
         number of rows in the trace.
         """
@@ -299,6 +301,6 @@ class _Builder:
         return tuple(map(sized, node.args)), {name: sized(x) for name, x in node.kwargs.items()}
 
 
-def _per_row(value: Value) -> PerRow:
+def _row_type(value: Value) -> PerRow:
     """Returns the shape and dtype of one row of a value."""
     return PerRow(value.shape[1:], value.dtype)

@@ -112,7 +112,7 @@ class _Sweep:
         """Chooses the cheapest strategy of an op. One without a rule or without tensor operands is computed whole."""
         call = call_of(node)
         operands = operands_of(node)
-        spec = _fitting(node, call)
+        spec = _checked_spec(node, call)
         if spec is None or not operands:
             if operands:
                 self._warn_whole(node)
@@ -121,7 +121,7 @@ class _Sweep:
             self._decide(node, Strategy(whole, whole_results))
             return
         pins = tuple(x in self.pinned for x in operands)
-        have = tuple(self._reachable(x) for x in operands)
+        have = tuple(self._layouts_at_no_cost(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
         options = priced(spec, layouts, have, pins, Work.of(call), grad, self.cost)
@@ -152,14 +152,14 @@ class _Sweep:
         if (spec := move_of(node)) is not None and (back := from_results(spec, layout)) is not None:
             self._demand(node.args[0], back.operands[0])
 
-    def _reachable(self, node: fx.Node) -> frozenset[Layout]:
+    def _layouts_at_no_cost(self, node: fx.Node) -> frozenset[Layout]:
         """Returns the layouts in which ``node`` can be read without a further reshard, because other ops already need
         it, or the value that it is a view of, in these layouts.
         """
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
             return wanted
-        moved = (infer(spec, [layout]) for layout in self._reachable(node.args[0]))
+        moved = (infer(spec, [layout]) for layout in self._layouts_at_no_cost(node.args[0]))
         return wanted | {results[0] for results in moved if not isinstance(results, str)}
 
     def _warn_cut(self, node: fx.Node, have: Layout, want: Layout, spec: Spec) -> None:
@@ -281,11 +281,11 @@ class _Sweep:
                 continue
             operands, itemsize = operands_of(node), ir.value(node).itemsize
             now = Strategy(needs, (ir.layout(node),))
-            saved = self._price(operands, needs) - self._price(operands, sliced.operands)
+            saved = self._reshard_seconds(operands, needs) - self._reshard_seconds(operands, sliced.operands)
             saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # its uses do not reshard
             saved += compute_seconds(spec, now, work, self.cost)
             saved -= compute_seconds(spec, sliced, work, self.cost)
-            others = self._follow(node, target)
+            others = self._changes_of_users(node, target)
             if others is not None and sum(price for _, _, price in others) <= saved:
                 self._decide(node, sliced)
                 for user, strategy, _ in others:
@@ -308,7 +308,7 @@ class _Sweep:
             if needs is None:
                 return None
             wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
-        # Users of the present layout do not prevent a slice: `_follow` finds them another strategy.
+        # Users of the present layout do not prevent a slice: `_changes_of_users` finds them another strategy.
         wants.discard(current)
         if len(wants) != 1 or current.partial:
             return None
@@ -319,7 +319,7 @@ class _Sweep:
         steps = redistribute.steps(current, want, ir.value(node).itemsize, self.cost)
         return want if all(step.kind == "shard" for step in steps) else None
 
-    def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
+    def _changes_of_users(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
         """Returns what users of ``node`` must change if it gets layout ``target``: (user, new strategy, extra seconds)
         for each user that does not read it in this layout yet. Returns None if one of them cannot.
         """
@@ -343,7 +343,7 @@ class _Sweep:
             out.append((user, fitting[0], price))
         return out
 
-    def _price(self, operands: Sequence[fx.Node], needs: Sequence[Layout]) -> float:
+    def _reshard_seconds(self, operands: Sequence[fx.Node], needs: Sequence[Layout]) -> float:
         """Returns the seconds to reshard ``operands`` to the layouts ``needs``."""
         return sum(
             redistribute.seconds(ir.layout(x), want, ir.value(x).itemsize, self.cost)
@@ -351,13 +351,13 @@ class _Sweep:
         )
 
 
-def _last(node: fx.Node) -> fx.Node:
+def _last_before_output(node: fx.Node) -> fx.Node:
     """Follows ``node`` to its only user, and so on; returns the last node, which the output reads."""
     (user,) = node.users
-    return node if user.op == "output" else _last(user)
+    return node if user.op == "output" else _last_before_output(user)
 
 
-def _fitting(node: fx.Node, call: Call) -> Spec | None:
+def _checked_spec(node: fx.Node, call: Call) -> Spec | None:
     """Returns the `Spec` of the op ``node`` by its rule, None if it has no rule. If the rule does not fit the op's
     shapes, the error names the op's source line.
     """
@@ -391,7 +391,7 @@ def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Nod
                 out[node] = target if target is not None and target.shape == ir.value(node).shape else None
         elif user.target is ops.pad and user in out:
             # The compute layout has the parameter's own shape, as the gradient has before it is padded.
-            out[node] = grads[_last(user)]
+            out[node] = grads[_last_before_output(user)]
         elif user in out and hasattr(user.target, "_schema"):
             spec = spec_of(call_of(user))
             positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)

@@ -224,8 +224,8 @@ class _Padder(PaddedValues):
             self.plain[node] = self._copy(node)
             return
         grown_operands = [self._operand(x, call, spec, at, padded_factors) for at, x in enumerate(operands)]
-        operand_paddings = [_padding(spec, dims, padded_factors) for dims in spec.operands]
-        results = [_padding(spec, dims, padded_factors) for dims in spec.results]
+        operand_paddings = [_padding_of_dims(spec, dims, padded_factors) for dims in spec.operands]
+        results = [_padding_of_dims(spec, dims, padded_factors) for dims in spec.results]
         result = self._emit_padded(node, call, spec, grown_operands, operand_paddings, results)
         # What moves elements keeps the value in the padding; what other ops compute there is undefined.
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
@@ -308,7 +308,7 @@ class _Padder(PaddedValues):
         the padding holds the reduction's identity. ``x``: the operand in the old graph.
         """
         dims = spec.operands[at]
-        padding = _padding(spec, dims, padded_factors)
+        padding = _padding_of_dims(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
             return self.without_padding(x)
         mine = {factor for factors in dims for factor in factors if factor in padded_factors}
@@ -373,7 +373,7 @@ def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None
     return tuple(padding)
 
 
-def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
+def _padding_of_dims(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
     """Returns the padding of each dim of an operand or result. ``dims``: the factors of each dim; ``padded_factors``:
     factor -> its padding.
     """

@@ -239,7 +239,7 @@ class PaddedValues(Calls):
 
         def fill(node: fx.Node, dim: int, run: Run) -> fx.Node:
             mask = self._padding_mask(run, self.val(node).device, len(self.shape(node)) - dim - 1)
-            return self.call(aten.masked_fill.Scalar, node, mask, _as(wanted, self.val(node).dtype))
+            return self.call(aten.masked_fill.Scalar, node, mask, _as_dtype(wanted, self.val(node).dtype))
 
         return self._map_runs(x, padding, fill)
 
@@ -255,7 +255,7 @@ class PaddedValues(Calls):
         return self._nodes[key]
 
 
-def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
+def _as_dtype(filling: float, dtype: torch.dtype) -> float | int | bool:
     """Returns ``filling`` as a number of ``dtype``; infinities become the ends of an integer range."""
     if dtype.is_floating_point or dtype.is_complex:
         return filling

@@ -32,7 +32,7 @@ class Reshard:
         inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
         rewriter = GraphRewriter(gm.graph)
 
-        def at(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:
+        def resharded(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:
             """Returns ``x`` at layout ``want``, through a reshard if it has another layout. The reshard stands before
             ``user`` or, if that is None, right after ``x``. ``consumer``: name of the op that it is for.
             """
@@ -51,10 +51,10 @@ class Reshard:
 
         for node in list(gm.graph.nodes):
             if node.op == "output":
-                ir.change_outputs(gm.graph, lambda role, x: at(x, role.layout, None, role.name))
+                ir.change_outputs(gm.graph, lambda role, x: resharded(x, role.layout, None, role.name))
             elif node.op == "call_function" and (needs := ir.info(node).needs) is not None:
                 operands, name = operands_of(node), ir.info(node).name
-                now = [at(x, want, node, name) for x, want in zip(operands, needs, strict=True)]
+                now = [resharded(x, want, node, name) for x, want in zip(operands, needs, strict=True)]
                 if now != operands:
                     node.args, node.kwargs = with_operands(node, now)
         return gm

@@ -43,7 +43,7 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
     numbers = {name: first + at for at, name in enumerate(outermost)}
 
     @cache
-    def about(module: str) -> list[SavePolicy]:
+    def policies_of(module: str) -> list[SavePolicy]:
         """Returns the policies that apply to ``module``, in order."""
         return [policy for policy in saves if not policy.module or is_in(module, policy.module)]
 
@@ -55,7 +55,7 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
     in_memory_anyway = _in_memory(graph)
     for node in calls:
         model_origin = origin = ir.info(node).origin
-        for policy in about(origin.module):
+        for policy in policies_of(origin.module):
             if policy.names(node.target):
                 region = region_of(origin.module)
                 origin = _with_policy(policy, origin, model_origin, region, node in in_memory_anyway)

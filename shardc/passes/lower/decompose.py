@@ -217,7 +217,7 @@ class _Cuts:
         # Each collective that is left out takes chunks from the ops beside it, and so from others: repeat.
         while True:
             self.cuts: dict[fx.Node, ChunkSpec] = {}
-            self._mark(set(collectives))
+            self._cut_nodes(set(collectives))
             self._prune()
             self.stretch = self._stretches()
             near = {node: self.beside(node) for node in collectives if node in self.cuts}
@@ -237,7 +237,7 @@ class _Cuts:
         collectives.
         """
         (wait,) = node.users
-        return self._reached(node, True), self._reached(wait, False)
+        return self._chunked_neighbours(node, True), self._chunked_neighbours(wait, False)
 
     def seconds_beside(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
         """Returns the total of ``seconds(op)`` over matrix products that run while a collective is in flight: those
@@ -250,7 +250,7 @@ class _Cuts:
         ]
         return sum(seconds(other) for other in nodes if flops_of(other))
 
-    def _reached(self, node: fx.Node, up: bool) -> set[fx.Node]:
+    def _chunked_neighbours(self, node: fx.Node, up: bool) -> set[fx.Node]:
         """Returns the chunked ops that ``node`` depends on (``up``) or that depend on it (not ``up``), without passing
         another collective.
         """
@@ -275,20 +275,20 @@ class _Cuts:
 
     # --- the choice of nodes
 
-    def _mark(self, starts: set[fx.Node]) -> None:
+    def _cut_nodes(self, starts: set[fx.Node]) -> None:
         """Enters in ``cuts`` (node -> its chunks) the collectives ``starts``, in graph order, and the nodes that are
         computed in chunks with them.
         """
         for node in self.graph.nodes:
             if node in starts:
-                self._divide(node)
+                self._cut_collective(node)
             elif node not in self.cuts and collective_kind(node) is None:
                 read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts}
                 cut = through(node, read) if read else None
                 if cut is not None:
                     self.cuts[node] = cut
 
-    def _divide(self, node: fx.Node) -> None:
+    def _cut_collective(self, node: fx.Node) -> None:
         """Enters a collective in ``cuts``, with the ops that compute its input, or in ``stopped``, with the reason. Of
         the dims that can be divided, takes the one whose chunks are in the fewest contiguous blocks.
         """
@@ -308,8 +308,8 @@ class _Cuts:
             above: dict[fx.Node, ChunkSpec] = {}
             part = need[source]
             assert part is not None
-            has_product = self._from_products(source, part, above)
-            below = self._to_products(node, cut)
+            has_product = self._follow_to_products_above(source, part, above)
+            below = self._follow_to_products_below(node, cut)
             rows = [option.outer for x, option in (above | below).items() if x.target in PRODUCTS]
             if rows:
                 tried.append((max(rows), -has_product, cut.dim, {node: cut} | above))
@@ -330,7 +330,7 @@ class _Cuts:
             if size % (outer * self.count) == 0:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
-    def _from_products(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
+    def _follow_to_products_above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
         """Returns whether the chunks ``cut`` of ``node`` can be computed from chunks of matrix products. Adds the nodes
         that take part to ``marks``, as node -> its chunks.
 
@@ -345,11 +345,11 @@ class _Cuts:
             return False
         parts = [(x, part) for x, part in need.items() if part is not None]
         # A list, not a generator: every operand may lead to a product, and all have to be recorded.
-        if node.target in PRODUCTS or any([self._from_products(x, part, marks) for x, part in parts]):
+        if node.target in PRODUCTS or any([self._follow_to_products_above(x, part, marks) for x, part in parts]):
             marks[node] = cut
         return node in marks
 
-    def _to_products(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
+    def _follow_to_products_below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
         """Follows the chunks ``cut`` of ``node`` forward to the next matrix products. Returns node -> its chunks, for
         each node that can be computed from these chunks alone.
         """

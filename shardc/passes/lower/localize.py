@@ -65,10 +65,10 @@ class Localize:
         env: dict[fx.Node, Any] = {}
         for node in gm.graph.nodes:
             emitter.at(node)
-            env[node] = self._node(node, env, emitter)
+            env[node] = self._emit_node(node, env, emitter)
         return LazyGraphModule(gm, emitter.finish())
 
-    def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+    def _emit_node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
         """Emits the local form of one node of the global graph; returns the local node, or a list for several results.
         ``env``: global node -> what was returned for it.
         """

@@ -76,8 +76,8 @@ class Microbatch:
     def __call__(self, gm: fx.GraphModule) -> Phases:
         graph = ir.copied(gm.graph)
         self._check(graph)
-        self._sum_first(graph)
-        self._scale_alone(graph)
+        self._sum_over_microbatches_first(graph)
+        self._scale_by_microbatch(graph)
         self._normalize(graph)
         send_once(graph)  # reductions that differed over time alone
         cut = _Cut(graph, self)
@@ -164,11 +164,13 @@ class Microbatch:
         """Raises PlanError for a collective over microbatches that is no all-reduce or all-gather over them alone."""
         for node in graph.nodes:
             axes = _axes(node)
-            if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _in_time(node, self.mesh):
+            if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _is_over_microbatches(
+                node, self.mesh
+            ):
                 kind = collective_kind(node)
                 raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
 
-    def _sum_first(self, graph: fx.Graph) -> None:
+    def _sum_over_microbatches_first(self, graph: fx.Graph) -> None:
         """Lets a reduction over devices run once, after the reduction over microbatches that follows it in the graph.
 
         %a = all_reduce(%x, "dp")              %s = all_reduce(%x, "micro")
@@ -176,7 +178,7 @@ class Microbatch:
         %s = all_reduce(%c, "micro")           %c = _to_copy(%a)
         """
         rewriter = GraphRewriter(graph)
-        for last in [node for node in graph.nodes if _in_time(node, self.mesh)]:
+        for last in [node for node in graph.nodes if _is_over_microbatches(node, self.mesh)]:
             op, node = arguments_of(last).get("reduce_op"), last.all_input_nodes[0]
             while node.target is CAST and len(node.users) == 1:
                 node = node.all_input_nodes[0]
@@ -191,12 +193,12 @@ class Microbatch:
             rewriter.replace(wait, last.all_input_nodes[0])
             graph.erase_node(last)
 
-    def _scale_alone(self, graph: fx.Graph) -> None:
+    def _scale_by_microbatch(self, graph: fx.Graph) -> None:
         """Scales float8 operands by the largest value of their own microbatch, instead of that of all microbatches.
 
         The largest value of all microbatches is known only behind their forwards.
         """
-        for node in [node for node in graph.nodes if _in_time(node, self.mesh) and is_scale(node)]:
+        for node in [node for node in graph.nodes if _is_over_microbatches(node, self.mesh) and is_scale(node)]:
             if node.meta["val"].ndim == 3:
                 raise PlanError(
                     f"{ir.info(node).name} are the scales of blocks of {BLOCK} tokens, which microbatches cut",
@@ -220,7 +222,7 @@ class Microbatch:
             if node in erased:
                 continue
             varies[node] = self._varies(node, varies)
-            if not _in_time(node, self.mesh):
+            if not _is_over_microbatches(node, self.mesh):
                 continue
             op, (wait,) = arguments_of(node).get("reduce_op"), node.users
             source = node.all_input_nodes[0]
@@ -263,7 +265,7 @@ class Microbatch:
             return any(self.mesh.overlap(axis, self.mesh.time) for axis in named) or (
                 {"input": role.name, "tangent": role.index}.get(role.kind) in self.split
             )
-        if node.target is WAIT and _in_time(node.all_input_nodes[0], self.mesh):
+        if node.target is WAIT and _is_over_microbatches(node.all_input_nodes[0], self.mesh):
             return False
         return any(varies.get(x, False) for x in node.all_input_nodes)
 
@@ -314,7 +316,9 @@ class _Cut:
         self.needs_tangent = needs_tangent(graph)
         for node in graph.nodes:
             self.varies[node] = options._varies(node, self.varies)
-        self.waits = [node for node in graph.nodes if node.target is WAIT and _in_time(node.args[0], options.mesh)]
+        self.waits = [
+            node for node in graph.nodes if node.target is WAIT and _is_over_microbatches(node.args[0], options.mesh)
+        ]
         varying = [node for node in graph.nodes if self.varies[node] and node.op != "output"]
         read = ir.ancestors(x for node in varying for x in node.all_input_nodes)  # by something that varies
         self.opening = [wait for wait in self.waits if wait in read]
@@ -425,7 +429,7 @@ def with_closing_last(
             others, last = chain.env[node], chain.env[term]
             if reduce[name] == GATHER:
                 # The argument now has the rows of the earlier microbatches alone.
-                _shorten(others, last)
+                _drop_last_rows(others, last)
                 chain.env[node] = at.call(aten.cat.default, [others, last])
             else:
                 chain.env[node] = at.call(JOIN[reduce[name]], others, last)
@@ -433,7 +437,7 @@ def with_closing_last(
     return chain.end([*ir.outputs(closing.graph), *results])
 
 
-def _shorten(others: fx.Node, last: fx.Node) -> None:
+def _drop_last_rows(others: fx.Node, last: fx.Node) -> None:
     """Makes the gathered rows ``others`` shorter by those of the last microbatch, ``last``, in the recorded type."""
     val, rows = others.meta["val"], last.meta["val"].shape[0]
     others.meta["val"] = val.new_empty((val.shape[0] - rows, *val.shape[1:]))
@@ -530,7 +534,7 @@ def _axes(node: fx.Node) -> tuple[str, ...]:
     return named_axes(str(arguments_of(node).get("group_name", ""))) or ()
 
 
-def _in_time(node: Argument, mesh: Mesh) -> bool:
+def _is_over_microbatches(node: Argument, mesh: Mesh) -> bool:
     """Returns whether ``node`` is an all-reduce or an all-gather over the axis of microbatches."""
     in_time = isinstance(node, fx.Node) and _axes(node) == (mesh.time,)
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")

@@ -59,7 +59,7 @@ class Stages:
         graph = ir.copied(parts.body.graph)
         cut = _Assignment(graph, self.stages, gathered)
         parts = replace(parts, body=LazyGraphModule(parts.body, graph))
-        parts, graph, cut = self._terms_apart(parts, cut, gathered)
+        parts, graph, cut = self._split_shared_gradients(parts, cut, gathered)
         bodies, up, down = self._bodies(parts.body, cut)
         terms = {role.name: cut.of_result(role, x) for role, x in ir.outputs(graph) if role.name in parts.reduce}
         closing, closings = parts.closing.graph, []
@@ -143,7 +143,7 @@ class Stages:
         late = {x for boundary in down[at : at + 1] for x in boundary}
         return LazyGraphModule(gm, cut_out(gm.graph, [*first, *grads], received, late))
 
-    def _terms_apart(
+    def _split_shared_gradients(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
     ) -> tuple[Phases, fx.Graph, _Assignment]:
         """Splits each gradient that adds up values of several stages: each stage returns its own summand, and the
@@ -166,7 +166,7 @@ class Stages:
             results += [(Role("grad", name), term) for name, term in zip(names, terms, strict=True)]
             del reduce[role.name]
             reduce |= dict.fromkeys(names, "sum")
-            _add_up(closing.graph, role.name, names)
+            _replace_by_sum(closing.graph, role.name, names)
         if not changed:
             return parts, graph, cut
         numbered = [(replace(role, index=at) if role.kind == "grad" else role) for at, (role, _) in enumerate(results)]
@@ -209,7 +209,7 @@ class _Assignment:
         self._of_inputs = set(inputs)
         undecided: list[fx.Node] = []
         for node in self.graph.nodes:
-            if node.op == "call_function" and not self._is_free(node):
+            if node.op == "call_function" and not self._is_computed_anywhere(node):
                 stage = self._stage_of(node)
                 if stage is None:
                     undecided.append(node)
@@ -238,7 +238,7 @@ class _Assignment:
         if isinstance(x, fx.Node) and x in self.stage:
             return self.stage[x]
         params = self._params.get(x, frozenset()) if isinstance(x, fx.Node) else frozenset()
-        return self._owner(params) if params else self.stages.count - 1
+        return self._last_owner(params) if params else self.stages.count - 1
 
     def summands(self, x: object) -> list[fx.Node]:
         """Returns the summands of ``x`` if it adds values of several stages, else [``x``]. Returns [] if ``x`` belongs
@@ -278,7 +278,7 @@ class _Assignment:
             return [x]
         return [term for operand in operands for term in self._addends(operand)]
 
-    def _is_free(self, node: fx.Node) -> bool:
+    def _is_computed_anywhere(self, node: fx.Node) -> bool:
         """Returns whether ``node`` needs no stage of its own, since every stage that reads it can compute it: it
         depends on inputs only, or only moves a parameter.
         """
@@ -307,14 +307,14 @@ class _Assignment:
             return min([*gradients, *of_module])
         earliest = [*(self.stage[x] for x in operands), *of_module]
         if not earliest and (params := self._params_read(node)):
-            earliest = [self._owner(params)]
+            earliest = [self._last_owner(params)]
         return max(earliest, default=self.stages.count - 1 if node in self.needs_tangent else None)
 
     def _params_read(self, node: fx.Node) -> frozenset[str]:
         """Returns the parameters that the operands of ``node`` are moved from."""
         return frozenset[str]().union(*(self._params.get(x, frozenset()) for x in node.all_input_nodes))
 
-    def _owner(self, params: Iterable[str]) -> int:
+    def _last_owner(self, params: Iterable[str]) -> int:
         """Returns the last of the stages that store the parameters ``params``."""
         return max(self.stages.first[name] for name in params)
 
@@ -367,7 +367,7 @@ def _part_with_results(gm: fx.GraphModule | None, names: set[str]) -> fx.GraphMo
     return LazyGraphModule(gm, cut_out(gm.graph, results, {})) if gm is not None and results else None
 
 
-def _add_up(closing: fx.Graph, name: str, terms: list[str]) -> None:
+def _replace_by_sum(closing: fx.Graph, name: str, terms: list[str]) -> None:
     """Replaces, in the graph ``closing`` (which runs once, after all microbatches), the argument for the sum ``name``
     by arguments for the sums of its ``terms``, one for each stage that has a summand. They are then added.
     """

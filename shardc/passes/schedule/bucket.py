@@ -56,15 +56,15 @@ class ByLink:
         and result).
         """
         blocks: dict[tuple[Any, str], Counter[str]] = {}
-        params = _parameters(graph)
+        params = _parameter_of(graph)
         for node in collectives:
-            if block := _block(params.get(node, "")):
-                blocks.setdefault(_kind(node), Counter())[block] += _wire_size(node)
-        limits = {_kind(node): self._by_latency(node) for node in collectives}
+            if block := _repeated_block(params.get(node, "")):
+                blocks.setdefault(_op_and_group(node), Counter())[block] += _wire_size(node)
+        limits = {_op_and_group(node): self._by_latency(node) for node in collectives}
         # At most one repeated block, so that its first gather is not later than with a unit per block.
         for kind, sizes in blocks.items():
             limits[kind] = min(limits[kind], max(sizes.values()))
-        return {node: limits[_kind(node)] for node in collectives}
+        return {node: limits[_op_and_group(node)] for node in collectives}
 
     def _by_latency(self, node: fx.Node) -> int:
         """Returns the size in bytes of a bucket of collectives like ``node`` at which latency is a twentieth of the
@@ -75,7 +75,7 @@ class ByLink:
         return int(min(20 * latency * where.ring_bandwidth(self.hardware), self.hardware.memory / 64))
 
 
-def _parameters(graph: fx.Graph) -> dict[fx.Node, str]:
+def _parameter_of(graph: fx.Graph) -> dict[fx.Node, str]:
     """Returns node -> name of a parameter, for nodes that are computed from it alone, or that lead to its gradient
     alone.
     """
@@ -92,14 +92,14 @@ def _parameters(graph: fx.Graph) -> dict[fx.Node, str]:
     return grads | out
 
 
-def _block(name: str) -> str:
+def _repeated_block(name: str) -> str:
     """Returns the repeated block of a parameter: its name up to the first number; "" if it is in none."""
     parts = name.split(".")
     first = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
     return "" if first is None else ".".join(parts[: first + 1])
 
 
-def _kind(node: fx.Node) -> tuple[Any, str]:
+def _op_and_group(node: fx.Node) -> tuple[Any, str]:
     """Returns (op, name of the process group) of a collective."""
     return node.target, str(arguments_of(node)["group_name"])
 
@@ -165,7 +165,7 @@ class Bucket:
                 if x in bucket_of:
                     # An input from another bucket is ready when that one is, so its place is fixed from here on.
                     bucket_of[x].closed = True
-                    ready = max(ready, bucket_of[x].at)
+                    ready = max(ready, bucket_of[x].position)
                 elif x.op != "placeholder" and x not in free:
                     ready = max(ready, order[x])
             used = [order[user] for wait in node.users if wait not in level for user in wait.users]
@@ -193,12 +193,12 @@ class Bucket:
         at = rewriter.before(end, like=first, suffix="bucket")
         fused = at.typed(values, target, [node.args[0] for node in bucket.members], *first.args[1:])
         fused.meta["val"] = [node.meta["val"] for node in bucket.members]
-        priority[fused] = bucket.at
+        priority[fused] = bucket.position
         for number, node in enumerate(bucket.members):
             result = rewriter.before(end, like=node).call(getitem, fused, number)
-            priority[result] = bucket.at
+            priority[result] = bucket.position
             for wait in node.users:
-                priority[wait] = max(priority[wait], bucket.at)
+                priority[wait] = max(priority[wait], bucket.position)
             del priority[node]
             rewriter.replace(node, result, rename=True)
 
@@ -238,7 +238,7 @@ class _OpenBucket:
     closed: bool = False
 
     @property
-    def at(self) -> float:
+    def position(self) -> float:
         """Returns the position of the bucket: its first member's, or right after its last input if that is later."""
         return max(self.first, self.ready + 0.5)
 

@@ -47,7 +47,7 @@ class PlanMemory:
         slots: list[Slot] = []
         for at, node in enumerate(gm.graph.nodes):
             if node.target in IN_MESSAGES:
-                added = self._slots(node, at)
+                added = self._slots_of(node, at)
                 numbers = list(range(len(slots), len(slots) + len(added)))
                 node.args = (*node.args[: len(node.target._schema.arguments) - 1], numbers)
                 slots += added
@@ -55,14 +55,14 @@ class PlanMemory:
         gm.recompile()
         return gm
 
-    def _slots(self, node: fx.Node, at: int) -> list[Slot]:
+    def _slots_of(self, node: fx.Node, at: int) -> list[Slot]:
         """Returns the memory slots that a collective needs: one for each result, then those for its messages. ``at``:
         the position of ``node`` in the graph.
 
         Their lifetimes begin and end at ``at``; `_plan` sets them.
         """
         results = node.meta["val"]
-        names = _names(node)
+        names = _result_names(node)
         _, ranks = group_of(node, self.mesh)
         # gloo's ring reduces all tensors in one buffer; nothing arrives in messages.
         if node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
@@ -139,7 +139,7 @@ def _uses_of_slots(
     return slots_of, ends
 
 
-def _names(node: fx.Node) -> list[str]:
+def _result_names(node: fx.Node) -> list[str]:
     """Returns the name of each result of a collective: the name of the getitem that reads it or, without one, a
     numbered name.
     """

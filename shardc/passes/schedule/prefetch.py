@@ -55,7 +55,7 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
             if output not in node.users or ir.value(node).nbytes <= SMALL:  # backward reads what scaled a weight
                 free.add(node)
                 early.add(node)
-        elif _bytes(node) is not None and not is_dense(node) and output not in node.users:
+        elif _tensor_bytes(node) is not None and not is_dense(node) and output not in node.users:
             early.add(node)
     return frozenset(free)
 
@@ -80,13 +80,13 @@ def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> s
         node = todo.pop()
         if node.op == "placeholder" or node in free or node in ops:
             continue
-        left -= _bytes(node) or 0
+        left -= _tensor_bytes(node) or 0
         if left < 0:
             return None
         ops.add(node)
         todo += node.all_input_nodes
     only = ops | {start}
-    large = [node for node in ops if (_bytes(node) or 0) > SMALL]
+    large = [node for node in ops if (_tensor_bytes(node) or 0) > SMALL]
     return ops if all(only.issuperset(node.users) for node in large) else None
 
 
@@ -97,7 +97,7 @@ def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
 
 
-def _bytes(node: fx.Node) -> int | None:
+def _tensor_bytes(node: fx.Node) -> int | None:
     """Returns the bytes of a local op's result; None if it is not a single tensor."""
     value = ir.info(node).value
     return value.nbytes if isinstance(value, Value) else None
@@ -122,7 +122,7 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
     params_of = parameters(graph) if entries else {}
     for entry in entries:
         first = next((n for n in graph.nodes if n not in params_of and is_in(ir.info(n).origin.module, entry.module)
-                      and n.op == "call_function" and not is_start(n) and not _waits(n)), None)  # fmt: skip
+                      and n.op == "call_function" and not is_start(n) and not _is_wait(n)), None)  # fmt: skip
         if first is None:
             continue
         in_flight = 0
@@ -175,6 +175,6 @@ def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     return names
 
 
-def _waits(node: fx.Node) -> bool:
+def _is_wait(node: fx.Node) -> bool:
     """Returns whether ``node`` waits for a collective or move."""
     return any(is_start(x) for x in node.all_input_nodes)

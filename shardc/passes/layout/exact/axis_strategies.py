@@ -111,7 +111,7 @@ class Closure:
         self._split_inputs()
         for slot, layouts in self.seeds.items():
             for layout in layouts:
-                self._add(slot, _restricted(layout, self.axis))
+                self._add(slot, _restricted_to_axis(layout, self.axis))
         while self._queue:
             slot, layout = self._queue.popleft()
             for node, spec, at, is_result in self._ops_at.get(slot, ()):
@@ -170,7 +170,7 @@ class Closure:
     def _add_strategies(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
         """Adds the strategies of ``node`` in which operand ``at`` (result ``at`` if ``is_result``) has ``layout``."""
         for axis, op in () if is_result else layout.partial:
-            for positions in _carriers(spec, op, at):
+            for positions in _partial_operand_sets(spec, op, at):
                 self._add_strategy(node, spec, AxisStrategy((), ((axis, op),), positions))
         dims = spec.results[at] if is_result else spec.operands[at]
         if len(dims) == layout.ndim:
@@ -237,7 +237,7 @@ def _initial_factors(spec: Spec) -> list[str]:
     return list(dict.fromkeys(dim[0] for tensor in (*spec.operands, *spec.results) for dim in tensor if dim))
 
 
-def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
+def _partial_operand_sets(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
     """Returns sets of operand positions, each with ``at``: if the operands of one set are all pending reductions by
     ``op``, the reduction passes through to the results.
     """
@@ -247,7 +247,7 @@ def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
     return [operands for operands in sets if carries(spec, op, operands)]
 
 
-def _restricted(layout: Layout, axis: str) -> Layout:
+def _restricted_to_axis(layout: Layout, axis: str) -> Layout:
     """Returns ``layout`` without what it does with other axes: only ``axis`` and its parts still split dims or carry
     pending reductions.
     """
@@ -270,13 +270,13 @@ def combine_axes(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], .
     """
     out: dict[Strategy, None] = {}
     for choice in product(*ways):
-        strategy = _combined(spec, mesh, choice)
+        strategy = _combined_strategy(spec, mesh, choice)
         if strategy is not None:
             out[strategy] = None
     return tuple(out)
 
 
-def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strategy | None:
+def _combined_strategy(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strategy | None:
     """Returns the strategy that combines ``choice``, one strategy per axis; None if they cannot be combined."""
     factors: dict[str, Digits] = {}
     for way in choice:

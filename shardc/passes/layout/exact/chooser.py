@@ -228,9 +228,11 @@ class LayoutProblem:
             whole = [tuple(Layout.whole(self.mesh, v.shape) for v in vs) for vs in (operands, ir.info(node).tensors)]
             return (Strategy(*whole),)
         combined = combine_axes(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
-        return combined + self._fitting(node, spec, combined)
+        return combined + self._strategies_of_fixed_operands(node, spec, combined)
 
-    def _fitting(self, node: fx.Node, spec: Spec, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    def _strategies_of_fixed_operands(
+        self, node: fx.Node, spec: Spec, combined: tuple[Strategy, ...]
+    ) -> tuple[Strategy, ...]:
         """Returns further strategies that take the operands in exactly the layouts that are fixed for them. They are
         not in ``combined``, which does not have every nesting of axes.
         """
@@ -276,12 +278,12 @@ class LayoutProblem:
         for (maker, index), value_uses in uses.items():
             value = ir.info(maker).values[index]
             assert value is not None
-            memory_weight = self.weights.of(maker) if self._saved(maker, index) else 0.0
+            memory_weight = self.weights.of(maker) if self._is_saved(maker, index) else 0.0
             self.builder.add_value(
                 self.variable[maker], self._produced(maker, index), value_uses, value.itemsize, memory_weight
             )
 
-    def _saved(self, maker: fx.Node, index: int) -> bool:
+    def _is_saved(self, maker: fx.Node, index: int) -> bool:
         """Returns whether result ``index`` of ``maker``, an op of forward, is saved: it has its own memory, and
         backward reads it or a view of it.
         """
@@ -405,7 +407,7 @@ class OpenLayoutProblem(LayoutProblem):
             if role.kind == "param" and self.free.params(ir.info(node).name, ir.layout(node)):
                 self.storages[node] = []
             elif role.kind == "input" and self.free.batch and ir.is_tensor(node) and not ir.layout(node).axes:
-                self.rows[node] = [_rows(ir.layout(node), axes) for axes in self.free.batch]
+                self.rows[node] = [_split_over_batch(ir.layout(node), axes) for axes in self.free.batch]
         self.results: dict[fx.Node, list[Layout]] = {}
         if self.free.batch:
             self._tied_outputs({ir.value(node).shape[0] for node in self.rows if ir.value(node).shape})
@@ -429,7 +431,7 @@ class OpenLayoutProblem(LayoutProblem):
             if role.kind == "output" and isinstance(node, fx.Node):
                 whole = Layout.whole(self.mesh, ir.value(node).shape)
                 is_batch = bool(whole.shape) and whole.shape[0] in sizes
-                by_index[role.index] = [_rows(whole, axes if is_batch else ()) for axes in self.free.batch]
+                by_index[role.index] = [_split_over_batch(whole, axes if is_batch else ()) for axes in self.free.batch]
                 self.results[node] = by_index[role.index]
                 self.outside.wanted.pop(node, None)
         # Along an axis that splits only other outputs, the tangent of an output is one term on each rank.
@@ -523,7 +525,7 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
     return whole.replace(dims=dims)
 
 
-def _rows(layout: Layout, axes: Sequence[str]) -> Layout:
+def _split_over_batch(layout: Layout, axes: Sequence[str]) -> Layout:
     """Returns ``layout`` with dim 0 split over ``axes``; ``layout`` itself if their sizes do not divide dim 0."""
     split: Layout | None = layout
     for axis in axes:

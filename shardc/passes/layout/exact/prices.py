@@ -123,7 +123,7 @@ def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, co
     """
     every = tuple(dict.fromkeys((*have, *want)))
     at = {layout: index for index, layout in enumerate(every)}
-    table = _closed(every, itemsize, cost)
+    table = _seconds_by_any_way(every, itemsize, cost)
     return table[np.ix_([at[x] for x in have], [at[x] for x in want])]
 
 
@@ -131,7 +131,7 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     """Returns a bool array [have, want]: whether exactly one axis changes between two layouts, and
     not only by a slice.
     """
-    parts, codes = _codes(have[0].mesh, (*have, *want))
+    parts, codes = _part_codes(have[0].mesh, (*have, *want))
     source, target = codes[: len(have), None], codes[None, len(have) :]
     changed, axes = source != target, [split_part(part)[0] for part in parts]
     masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]
@@ -141,17 +141,17 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     return is_one
 
 
-def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
+def _seconds_by_any_way(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     """Returns a table [from, to] of the predicted seconds to reshard between any two of ``layouts``: directly or by way
     of others of them, whichever is cheapest.
     """
-    table = _direct(layouts, itemsize, cost)
+    table = _direct_seconds(layouts, itemsize, cost)
     for middle in range(len(layouts)):
         np.minimum(table, table[:, middle, None] + table[None, middle], out=table)
     return table
 
 
-def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
+def _direct_seconds(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     """Returns a table [from, to] of the predicted seconds to reshard between any two of ``layouts`` directly. The entry
     is inf if this needs another layout in between.
 
@@ -160,8 +160,8 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     another.
     """
     mesh = layouts[0].mesh
-    parts, codes = _codes(mesh, layouts)
-    kinds = _kinds(codes)
+    parts, codes = _part_codes(mesh, layouts)
+    kinds = _change_kinds(codes)
     # Kind -> the parts that change in this way, as the bits of an integer.
     masks = {kind: ((kinds == kind) << np.arange(len(parts))).sum(axis=2) for kind in _STEPS}
     count = sum((mask != 0).astype(int) for mask in masks.values())
@@ -172,7 +172,7 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     rows, columns = np.nonzero(fits)
     numel = np.array([layout.local_numel for layout in layouts])
     # Reshards of equally many elements with the same changes are priced once.
-    keys = [numel[rows], _clashes(layouts)[rows, columns], *(mask[rows, columns] for mask in masks.values())]
+    keys = [numel[rows], _clashing_pairs(layouts)[rows, columns], *(mask[rows, columns] for mask in masks.values())]
     distinct, inverse = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
     seconds = []
     for start, clash, *changed in distinct.tolist():
@@ -184,13 +184,13 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
         if clash and changes[0][0] == _EXCHANGE:  # no common refinement: gathered, then sliced
             changes = [(_GATHER, changes[0][1]), (_SLICE, changes[0][1])]
         orders = [changes] if _GATHER in dict(changes) else permutations(changes)
-        seconds.append(min(_seconds(mesh, order, start, itemsize, cost) for order in orders))
+        seconds.append(min(_sequence_seconds(mesh, order, start, itemsize, cost) for order in orders))
     if len(rows):
         table[rows, columns] = np.array(seconds)[inverse.ravel()]
     return table
 
 
-def _seconds(
+def _sequence_seconds(
     mesh: Mesh, steps: Sequence[tuple[int, tuple[str, ...]]], before: int, itemsize: int, cost: Pricing
 ) -> float:
     """Returns the predicted seconds of a sequence of collectives, ``steps``: (kind, axis parts) of each. The tensor has
@@ -205,7 +205,7 @@ def _seconds(
     return total
 
 
-def _clashes(layouts: Sequence[Layout]) -> Table:
+def _clashing_pairs(layouts: Sequence[Layout]) -> Table:
     """Returns a bool array [layout, layout]: whether two of ``layouts`` split some dim in ways without a common
     refinement.
     """
@@ -224,7 +224,7 @@ def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
     return refine(mesh, first, strides(second)) is None or refine(mesh, second, strides(first)) is None
 
 
-def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
+def _part_codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
     """Returns (the axis parts that occur in ``layouts``, int array [layout, part]). An entry is a code that says what
     the layout does with the part: split a dim, a pending reduction, or nothing.
 
@@ -242,11 +242,11 @@ def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
     return parts, codes
 
 
-def _kinds(codes: Table) -> Table:
+def _change_kinds(codes: Table) -> Table:
     """Returns an array [from, to, part]: the kind of collective that changes one layout to another along an axis part.
 
     Args:
-        codes: code of each layout and part, as from `_codes`.
+        codes: code of each layout and part, as from `_part_codes`.
     """
     source, target = codes[:, None], codes[None, :]
     changes = {

@@ -93,7 +93,7 @@ class Builder:
             itemsize: bytes per element of the value.
             memory: weight of the value's bytes on a rank; 0 if it is not saved.
         """
-        layouts, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
+        layouts, costs, tables = _value_costs(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
         sizes = memory * itemsize * np.array([layout.local_numel for layout in layouts]) if memory else 0.0
         index = self.add_variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
@@ -102,21 +102,21 @@ class Builder:
                 self.unary[index] = self.unary[index] + table.column(0)
             else:
                 self.pairs.append((index, use.variable, table))
-        self.pairs.append((maker, index, _makes(produced, layouts)))
+        self.pairs.append((maker, index, _production_costs(produced, layouts)))
 
 
 @lru_cache(maxsize=1 << 10)
-def _makes(produced: tuple[Layout, ...], layouts: tuple[Layout, ...]) -> PairCosts:
+def _production_costs(produced: tuple[Layout, ...], layouts: tuple[Layout, ...]) -> PairCosts:
     """Returns pair costs of an op's labels and a value's labels: inf where the op's label produces the value in another
     layout (``produced``) than the value's label says (``layouts``), else 0.
     """
     index = {layout: at for at, layout in enumerate(dict.fromkeys(produced))}
     differs = np.where(np.eye(len(index), dtype=bool), 0.0, np.inf)
-    return PairCosts.by_class(differs, _at(produced, index), _at(layouts, index))
+    return PairCosts.by_class(differs, _indices(produced, index), _indices(layouts, index))
 
 
 @lru_cache(maxsize=1 << 10)
-def _value(
+def _value_costs(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Layout, ...], Table, tuple[PairCosts, ...]]:
     """Returns, of the labels of a value, (the layout in which each produces the value, seconds of each, pair costs with
@@ -128,15 +128,16 @@ def _value(
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
     # In one order, so that uses with equal needs share an entry of the cache.
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
-    label_layouts, costs, tables = _priced(layouts, wanted, itemsize, cost)
+    label_layouts, costs, tables = _label_costs(layouts, wanted, itemsize, cost)
     columns = (
-        _at(needs, {x: at for at, x in enumerate(some)}) for (needs, _), (some, _) in zip(uses, wanted, strict=True)
+        _indices(needs, {x: at for at, x in enumerate(some)})
+        for (needs, _), (some, _) in zip(uses, wanted, strict=True)
     )
     return label_layouts, costs, tuple(PairCosts(*table, at) for table, at in zip(tables, columns, strict=True))
 
 
 @lru_cache(maxsize=1 << 10)
-def _priced(
+def _label_costs(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Layout, ...], Table, tuple[tuple[Table, Table], ...]]:
     """Returns, of the labels of a value, (the layout in which each produces the value, seconds of each, tables of costs
@@ -149,7 +150,9 @@ def _priced(
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
     weight = max((w for _, w in uses), default=1.0)
-    rows, shared = _shares(one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column)
+    rows, shared = _shared_reshards(
+        one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column
+    )
     full = table[rows]  # seconds from each label's produced layout
     costs = np.zeros(len(rows))
     # A shared reshard is paid once, by the label, and costs the uses that read it nothing.
@@ -163,16 +166,16 @@ def _priced(
         keys = ((r, *(s for s in columns if s in some)) for r, columns in zip(rows, shared, strict=True))
         classes = np.array([seen.setdefault(key, len(seen)) for key in keys])
         _, first = np.unique(classes, return_index=True)
-        tables[needs, w] = w * full[np.ix_(first, _at(needs, column))], classes
+        tables[needs, w] = w * full[np.ix_(first, _indices(needs, column))], classes
     return tuple(layouts[row] for row in rows), costs, tuple(tables[use] for use in uses)
 
 
-def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
+def _indices(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
     """Returns ``index[x]`` of each layout x in ``layouts``, as an int array."""
     return np.array([index[layout] for layout in layouts])
 
 
-def _shares(
+def _shared_reshards(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
     """Enumerates the labels of a value. Returns, for all labels, (rows of ``moves``: the layout in which the value is
