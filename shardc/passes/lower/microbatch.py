@@ -82,7 +82,7 @@ class Microbatch:
         send_once(graph)  # reductions that differed over time alone
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
-        gathered = _with_roles(KNOWN, self._gathered(cut))
+        gathered = with_roles(KNOWN, self._gathered(cut))
         shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
         gathers = LazyGraphModule(gm, cut_out(graph, gathered, {})) if gathered else None
         openings = self._openings(gm, cut, shared)
@@ -103,13 +103,13 @@ class Microbatch:
         and adds what follows from them to ``shared`` (value -> its role as an argument of later graphs), in place.
         """
         openings: list[Loop] = []
-        carried = _with_roles(KEPT, cut.carried())
+        carried = with_roles(KEPT, cut.carried())
         for level in range(1, cut.levels + 1):
             waits = [wait for wait in cut.opening if cut.level[wait] == level]
             results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
             earlier = {x: role for role, x in carried if level > 1}
             body = cut_out(cut.graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
-            results_once = _with_roles(KNOWN, cut.frontier(level))
+            results_once = with_roles(KNOWN, cut.frontier(level))
             once = cut_out(cut.graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, body), LazyGraphModule(gm, once)))
             shared |= {x: role for role, x in results_once}
@@ -522,9 +522,11 @@ def needs_tangent(graph: fx.Graph) -> set[fx.Node]:
     return ir.dependents(graph, ir.placeholders(graph, "tangent"))
 
 
-def _with_roles(kind: str, nodes: Iterable[fx.Node]) -> list[tuple[Role, fx.Node]]:
-    """Returns ``nodes`` as outputs of a graph, whose roles have this ``kind`` and the nodes' names."""
-    return [(Role(kind, ir.info(node).name, at), node) for at, node in enumerate(nodes)]
+def with_roles(kind: str, nodes: Iterable[fx.Node], first: int = 0) -> list[tuple[Role, fx.Node]]:
+    """Returns ``nodes`` as outputs of a graph, whose roles have this ``kind`` and the nodes' names. ``first``: index of
+    the first one among the outputs of its kind.
+    """
+    return [(Role(kind, ir.info(node).name, first + at), node) for at, node in enumerate(nodes)]
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, is_view, moves_data
 from shardc.ir.phases import Phases, Staged, StagedLoop
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.passes.lower.microbatch import Outputs, cut_out, needs_tangent
+from shardc.passes.lower.microbatch import Outputs, cut_out, needs_tangent, with_roles
 from shardc.passes.lower.partition import moved_alone
 from shardc.plan.pipeline_stages import PipelineStages
 
@@ -113,35 +113,27 @@ class Stages:
     ) -> tuple[tuple[fx.GraphModule, ...], tuple[tuple[fx.Node, ...], ...], tuple[tuple[fx.Node, ...], ...]]:
         """Cuts the graph of one microbatch into stages. Returns (graph of each stage, values that cross each boundary
         to the next stage, values that cross each boundary back).
+
+        A stage computes its own results, and the values that it sends to the next stage and to the one before.
         """
         count = self.stages.count
         results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(gm.graph)]
         up = tuple(cut.crossing(at, True) for at in range(count - 1))
         down = tuple(cut.crossing(at, False) for at in range(count - 1))
-        return tuple(self._body(gm, cut, results, up, down, at) for at in range(count)), up, down
-
-    def _body(
-        self, gm: fx.GraphModule, cut: _Assignment, results: Iterable[tuple[Role, object, int]],
-        up: tuple[tuple[fx.Node, ...], ...], down: tuple[tuple[fx.Node, ...], ...], at: int,
-    ) -> fx.GraphModule:  # fmt: skip
-        """Returns the graph of stage ``at``. It computes the ``results`` that belong to the stage and the values that
-        the stage sends: ``up`` to the next stage, ``down`` to the one before.
-
-        Args:
-            results: (role, node, its stage) of each output of ``gm``.
-            up, down: for each boundary, the values that cross it with the forward, and with the backward.
-        """
-        of_stage: Outputs = [(role, x) for role, x, stage in results if stage == at]
-        sent_up = [x for x in up[at] if cut.stage[x] == at] if at < len(up) else []
-        sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
-        first = [(role, x) for role, x in of_stage if role.kind != "grad"]
-        grads = [(role, x) for role, x in of_stage if role.kind == "grad"]
-        first += [(Role(TRANSFER, ir.info(x).name, len(first) + k), x) for k, x in enumerate(sent_up)]
-        grads += [(Role("grad", ir.info(x).name, len(grads) + k), x) for k, x in enumerate(sent_down)]
-        received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
-        # What comes from the stage behind are gradients, which only backward reads.
-        late = {x for boundary in down[at : at + 1] for x in boundary}
-        return LazyGraphModule(gm, cut_out(gm.graph, [*first, *grads], received, late))
+        bodies = []
+        for at in range(count):
+            first: Outputs = [(role, x) for role, x, stage in results if stage == at and role.kind != "grad"]
+            grads: Outputs = [(role, x) for role, x, stage in results if stage == at and role.kind == "grad"]
+            sent_up = [x for x in up[at] if cut.stage[x] == at] if at < len(up) else []
+            sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
+            first = [*first, *with_roles(TRANSFER, sent_up, len(first))]
+            grads = [*grads, *with_roles("grad", sent_down, len(grads))]
+            received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
+            # What comes from the stage behind are gradients, which only backward reads.
+            late = {x for boundary in down[at : at + 1] for x in boundary}
+            part = cut_out(gm.graph, [*first, *grads], received, late)
+            bodies.append(LazyGraphModule(gm, part))
+        return tuple(bodies), up, down
 
     def _split_shared_gradients(
         self, parts: Phases, cut: _Assignment, gathered: Mapping[str, frozenset[str]]
