@@ -164,9 +164,7 @@ class Microbatch:
         """Raises PlanError for a collective over microbatches that is no all-reduce or all-gather over them alone."""
         for node in graph.nodes:
             axes = _axes(node)
-            if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _is_over_microbatches(
-                node, self.mesh
-            ):
+            if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes) and not _is_over_time(node, self.mesh):
                 kind = collective_kind(node)
                 raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
 
@@ -178,7 +176,7 @@ class Microbatch:
         %s = all_reduce(%c, "micro")           %c = _to_copy(%a)
         """
         rewriter = GraphRewriter(graph)
-        for last in [node for node in graph.nodes if _is_over_microbatches(node, self.mesh)]:
+        for last in [node for node in graph.nodes if _is_over_time(node, self.mesh)]:
             op, node = arguments_of(last).get("reduce_op"), last.all_input_nodes[0]
             while node.target is CAST and len(node.users) == 1:
                 node = node.all_input_nodes[0]
@@ -198,7 +196,7 @@ class Microbatch:
 
         The largest value of all microbatches is known only behind their forwards.
         """
-        for node in [node for node in graph.nodes if _is_over_microbatches(node, self.mesh) and is_scale(node)]:
+        for node in [node for node in graph.nodes if _is_over_time(node, self.mesh) and is_scale(node)]:
             if node.meta["val"].ndim == 3:
                 raise PlanError(
                     f"{ir.info(node).name} are the scales of blocks of {BLOCK} tokens, which microbatches cut",
@@ -222,7 +220,7 @@ class Microbatch:
             if node in erased:
                 continue
             varies[node] = self._varies(node, varies)
-            if not _is_over_microbatches(node, self.mesh):
+            if not _is_over_time(node, self.mesh):
                 continue
             op, (wait,) = arguments_of(node).get("reduce_op"), node.users
             source = node.all_input_nodes[0]
@@ -265,7 +263,7 @@ class Microbatch:
             return any(self.mesh.overlap(axis, self.mesh.time) for axis in named) or (
                 {"input": role.name, "tangent": role.index}.get(role.kind) in self.split
             )
-        if node.target is WAIT and _is_over_microbatches(node.all_input_nodes[0], self.mesh):
+        if node.target is WAIT and _is_over_time(node.all_input_nodes[0], self.mesh):
             return False
         return any(varies.get(x, False) for x in node.all_input_nodes)
 
@@ -316,9 +314,7 @@ class _Cut:
         self.needs_tangent = needs_tangent(graph)
         for node in graph.nodes:
             self.varies[node] = options._varies(node, self.varies)
-        self.waits = [
-            node for node in graph.nodes if node.target is WAIT and _is_over_microbatches(node.args[0], options.mesh)
-        ]
+        self.waits = [node for node in graph.nodes if node.target is WAIT and _is_over_time(node.args[0], options.mesh)]
         varying = [node for node in graph.nodes if self.varies[node] and node.op != "output"]
         read = ir.ancestors(x for node in varying for x in node.all_input_nodes)  # by something that varies
         self.opening = [wait for wait in self.waits if wait in read]
@@ -536,7 +532,7 @@ def _axes(node: fx.Node) -> tuple[str, ...]:
     return named_axes(str(arguments_of(node).get("group_name", ""))) or ()
 
 
-def _is_over_microbatches(node: Argument, mesh: Mesh) -> bool:
+def _is_over_time(node: Argument, mesh: Mesh) -> bool:
     """Returns whether ``node`` is an all-reduce or an all-gather over the axis of microbatches."""
     in_time = isinstance(node, fx.Node) and _axes(node) == (mesh.time,)
     return isinstance(node, fx.Node) and in_time and collective_kind(node) in ("all_reduce", "all_gather")
