@@ -116,18 +116,11 @@ def _last_products(graph: fx.Graph) -> list[fx.Node]:
     """Returns the matrix products of forward whose results no further product uses, such as the one that computes
     logits. Much smaller ones are left out.
     """
-    leads: set[fx.Node] = set()  # nodes that lead to a product of forward
-    last = []
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or ir.info(node).origin.phase != "forward":
-            continue
-        if any(user in leads for user in node.users):
-            leads.add(node)
-        elif is_dense(node.target):
-            last.append(node)
-            leads.add(node)
+    products = [node for node in graph.nodes if is_dense(node.target) and ir.info(node).origin.phase == "forward"]
+    before_products = ir.ancestors(x for product in products for x in product.all_input_nodes)
+    last = [product for product in products if product not in before_products]
     largest = max(map(_numel, last), default=0)
-    return [node for node in last if _numel(node) and 2 * _numel(node) >= largest][::-1]
+    return [node for node in last if _numel(node) and 2 * _numel(node) >= largest]
 
 
 def _numel(node: fx.Node) -> int:

@@ -77,7 +77,8 @@ class Decompose:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.pieces == 1 or (self.cost is None and self.pieces == "auto"):
             return gm
-        starts = [node for node in gm.graph.nodes if _is_of_activations(node)]
+        before_products = ir.ancestors(filter(flops_of, gm.graph.nodes))
+        starts = [node for node in gm.graph.nodes if node in before_products and _is_of_activations(node)]
         counts = PIECES if self.pieces == "auto" else (int(self.pieces),)
         options = (self._try_chunks(gm.graph, starts, count) for count in counts)
         _, chosen, reasons = max(options, key=itemgetter(0))  # on a tie the first
@@ -176,26 +177,14 @@ class Decompose:
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Returns whether ``node`` is a gather or reduction of an activation (not of a parameter) on whose result a matrix
-    product depends.
-    """
+    """Returns whether ``node`` is a gather or reduction of an activation, not of a parameter."""
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
     # Before the gather of a parameter there are only ops of one operand, such as casts.
     while above.op == "call_function" and len(above.all_input_nodes) == 1:
         (above,) = above.all_input_nodes
-    if above.op == "placeholder" and ir.role(above).kind == "param":
-        return False
-    seen, work = set(), list(node.users)
-    while work:
-        user = work.pop()
-        if flops_of(user):
-            return True
-        if user not in seen and user.op != "output":
-            seen.add(user)
-            work += user.users
-    return False
+    return above.op != "placeholder" or ir.role(above).kind != "param"
 
 
 class _Cuts:

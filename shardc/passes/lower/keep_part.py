@@ -41,7 +41,7 @@ class KeepPart:
         rewriter = GraphRewriter(gm.graph)
         for param in ir.placeholders(gm.graph, "param"):
             param_axes = self.axes.get(ir.info(param).name, ())
-            for whole in _gathered(param) if param_axes else ():
+            for whole in _last_gathers(param) if param_axes else ():
                 layout = _split(ir.layout(whole), ir.layout(param), param_axes)
                 # A part as small as the shard saves nothing: the shard is there anyway.
                 if layout is not None and layout.local_numel > ir.layout(param).local_numel:
@@ -57,7 +57,7 @@ class KeepPart:
         return gm
 
 
-def _gathered(param: fx.Node) -> list[fx.Node]:
+def _last_gathers(param: fx.Node) -> list[fx.Node]:
     """Returns the last all-gather of each chain of all-gathers that starts at ``param``, or at its cast, in forward."""
     last_gathers: list[fx.Node] = []
     work = [param]
