@@ -12,7 +12,6 @@ from torch import fx
 from shardc.cost.compute import is_dense
 from shardc.ir.comm import WAIT, is_stored, move_kind, waits_of
 from shardc.ir.comm_volume import collective_kind
-from shardc.ir.graph import output_node
 from shardc.ir.rewriter import positions, reorder
 from shardc.passes.op_calls import before_other_starts, is_start, leaving, result_bytes
 from shardc.passes.schedule.prefetch import Wanted, check, prefetchable, prioritize, sink_to_first_use
@@ -150,28 +149,55 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
     it is, since its result would be in memory from the start.
     """
     priority = positions(graph)
-    end = output_node(graph)
     dense = [priority[node] for node in graph.nodes if is_dense(node)]
     starts = [node for node in graph.nodes if collective_kind(node) == "all_to_all"]
     light = [n for n in graph.nodes if n.op == "call_function" and not (is_start(n) or is_dense(n) or n.target is WAIT)]
-    after_all_to_all = {wait for node in starts for wait in waits_of(node)}
-    for node in light:
-        if not after_all_to_all.isdisjoint(node.all_input_nodes):
-            after_all_to_all.add(node)
+    _delay_ops_after(starts, light, dense, priority)
+    before = set(starts)
     for node in reversed(light):
-        users = [user for user in node.users if user is not end]
-        if node in after_all_to_all and users and not any(map(is_start, users)):
+        if not before.isdisjoint(node.users):
+            before.add(node)
+    _advance_ops_before(starts, [node for node in graph.nodes if node in before], dense, priority)
+    reorder(graph, priority)
+
+
+def _delay_ops_after(
+    starts: list[fx.Node], light: list[fx.Node], dense: list[float], priority: dict[fx.Node, float]
+) -> None:
+    """Moves those of the ``light`` ops that depend on an all-to-all to just before their first use, if a dense op
+    stands in between, which the all-to-all can then overlap. Changes their positions in ``priority``, in place.
+
+    Args:
+        starts: the all-to-alls.
+        dense: positions of the dense ops.
+    """
+    after = {wait for node in starts for wait in waits_of(node)}
+    for node in light:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    for node in reversed(light):
+        users = [user for user in node.users if user.op != "output"]
+        if node in after and users and not any(map(is_start, users)):
             first_use = min(priority[user] for user in users)
-            # Late only if a dense op lies in between, which the all-to-all can then overlap.
             if bisect_right(dense, priority[node]) < bisect_left(dense, first_use):
                 priority[node] = first_use - 1e-3
-    before_all_to_all = set(starts)
-    for node in reversed(light):
-        if not before_all_to_all.isdisjoint(node.users):
-            before_all_to_all.add(node)
+
+
+def _advance_ops_before(
+    starts: list[fx.Node], before: list[fx.Node], dense: list[float], priority: dict[fx.Node, float]
+) -> None:
+    """Moves the light ops before an all-to-all to just after their last input, if a dense op stands in between. Those
+    before all-to-alls that can start before the same dense op are put in the order in which results are needed. Changes
+    positions in ``priority``, in place.
+
+    Args:
+        starts: the all-to-alls.
+        before: these and the light ops that lead to one, in order.
+        dense: positions of the dense ops.
+    """
     # Number of dense ops before an all-to-all -> (position of its first use, of its last input, the all-to-all).
     by_product: dict[int, list[tuple[float, float, fx.Node]]] = {}
-    for node in filter(before_all_to_all.__contains__, graph.nodes):
+    for node in before:
         ready = max((priority[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)
         if node in starts:
             need = _first_use(node, priority)
@@ -182,9 +208,8 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
         ready = max(at for _, at, _ in group)
         for number, (_, _, node) in enumerate(sorted(group, key=lambda entry: entry[:2])):
             for x in node.all_input_nodes if len(group) > 1 else ():
-                if x in before_all_to_all and x.op == "call_function":
+                if x in before and x.op == "call_function":
                     priority[x] = ready + 1e-3 * (number + 1)
-    reorder(graph, priority)
 
 
 def _place_final_waits(
