@@ -102,7 +102,7 @@ class GraphRewriter:
 
     def redirect(self, node: fx.Node, new: fx.Node) -> None:
         """Make all users of ``node`` read ``new`` instead, except the ops from which ``new`` is computed."""
-        made_of = ancestors([new], [node])
+        made_of = ancestors([new], lambda x: x is node)
         node.replace_all_uses_with(new, lambda user: user not in made_of)
 
     def erase_unused(self) -> None:
