@@ -32,17 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command of the command line. Returns its exit code; 2, with one line on stderr, if the input is
     wrong.
     """
-    parser = Parser("shardc", description="A sharding compiler for PyTorch.")
-    parser.add_argument(
-        "--version", action="version", version=f"shardc {shardc.__version__}, torch {torch.__version__}"
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        mine = commands.add_parser(command.name, help=command.help)
-        for argument in command.arguments:
-            mine.add_argument(*argument.names, **argument.options)
-        mine.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     # Torch logs the traceback of a failure under fake tensors; it is raised too, and printed in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     python_format, warnings.formatwarning = warnings.formatwarning, format_warning
@@ -65,6 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         warnings.formatwarning = python_format
     return code or 0
+
+
+def _parser() -> Parser:
+    """Return the parser of the command line, with a parser for each command."""
+    parser = Parser("shardc", description="A sharding compiler for PyTorch.")
+    parser.add_argument(
+        "--version", action="version", version=f"shardc {shardc.__version__}, torch {torch.__version__}"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        mine = commands.add_parser(command.name, help=command.help)
+        for argument in command.arguments:
+            mine.add_argument(*argument.names, **argument.options)
+        mine.set_defaults(run=command.run)
+    return parser
 
 
 def format_warning(

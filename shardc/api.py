@@ -169,13 +169,11 @@ def _compile(arguments: Arguments, in_place: bool = False) -> Any:
     template = clone_tree(module, lambda _, x: _empty_like(x, torch.device("meta")))
     drop_style_hooks(template)
 
+    plan = Plan.of(entries) | (fsdp() if arguments.plan is None else arguments.plan)
     search_result = None
-    if isinstance(arguments.plan, Auto):
-        request = Plan.of(entries) | arguments.plan
-        search_result = search_once(request, template, mesh, loss, device, options, groups)
+    if isinstance(plan, Auto):
+        search_result = search_once(plan, template, mesh, loss, device, options, groups)
         plan = search_result.plan
-    else:
-        plan = Plan.of(entries) | (fsdp() if arguments.plan is None else arguments.plan)
     plan = plan.on(abstract)
     check_axes(plan, abstract)
     check_dynamic(dynamic, module)

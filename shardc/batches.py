@@ -260,12 +260,7 @@ def padded(state: Namespace, named: Named, pad: Mapping[str, int | float]) -> Na
     Raises:
         InputError: on all ranks, if sizes differ of an input that ``pad`` has no value for.
     """
-    names, targets = [name for name, _ in named], state.spec.targets or ()
-    of_loss = dict(zip(targets, ["target"] if len(targets) == 1 else [f"target{at}" for at in range(len(targets))],
-                       strict=True))  # fmt: skip
-    pad = {name if name in names else of_loss.get(name, name): value for name, value in pad.items()}
-    if wrong := [name for name in pad if name not in names]:
-        raise InputError(f"pad= names an input {wrong[0]!r}, which a batch does not have", fix=near(wrong[0], names))
+    pad = _pad_by_input(pad, [name for name, _ in named], state.spec.targets or ())
     groups = state.spec.groups
     assert groups is not None
     dims = ", ".join(f"{name} of {x.dim()} dims" for name, x in named)
@@ -291,3 +286,20 @@ def padded(state: Namespace, named: Named, pad: Mapping[str, int | float]) -> Na
             more = [0, size - x.shape[dim], *more]
         out.append((name, F.pad(x, more, value=pad[name]) if any(more) else x))
     return out
+
+
+def _pad_by_input(
+    pad: Mapping[str, int | float], names: Sequence[str], targets: Sequence[str]
+) -> dict[str, int | float]:
+    """Returns ``pad`` by the names of inputs: the arguments of the loss, ``targets``, are inputs called ``target``, or
+    ``target0`` and so on if there are several.
+
+    Raises:
+        InputError: it has a name that is none of the inputs' ``names``.
+    """
+    numbered = ["target"] if len(targets) == 1 else [f"target{at}" for at in range(len(targets))]
+    of_loss = dict(zip(targets, numbered, strict=True))
+    by_input = {name if name in names else of_loss.get(name, name): value for name, value in pad.items()}
+    if wrong := [name for name in by_input if name not in names]:
+        raise InputError(f"pad= names an input {wrong[0]!r}, which a batch does not have", fix=near(wrong[0], names))
+    return by_input

@@ -208,11 +208,9 @@ class _OnShards(torch.optim.Optimizer):
         for group, mine in zip(local, self._shards, strict=True):
             for shard in mine:
                 shard.read(state.get(shard.param), bool(group.get("fused")), self._local)
-        calls = None
         with self._on_local_tensors(local):
             _plain_step(self.base)(self)
-            if self._owners is None and _is_adam(self.base) and all(map(_AdamCall.can_be, local)):
-                calls = [_AdamCall(mine, self._local) for mine in self._shards]
+            calls = self._repeatable_calls(local)
             self._scatter(whole)
         for shard in chain.from_iterable(self._shards):
             shard.write(self._local.get(shard.data), state)
@@ -240,6 +238,14 @@ class _OnShards(torch.optim.Optimizer):
             self.param_groups, self.state = groups, state
             for shard in chain.from_iterable(self._shards):
                 shard.end_step()
+
+    def _repeatable_calls(self, local: list[dict[str, Any]]) -> list[_AdamCall] | None:
+        """Returns the kernel calls that repeat the step which the base class has just run on the groups ``local``. None
+        if it is not Adam's fused step on this rank's shards.
+        """
+        if self._owners is None and _is_adam(self.base) and all(map(_AdamCall.can_be, local)):
+            return [_AdamCall(mine, self._local) for mine in self._shards]
+        return None
 
     def _gather(self) -> list[WholeParameter]:
         """Sends parameters and gradients to the ranks that own the parameters; an owner updates the whole tensor.

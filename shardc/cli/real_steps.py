@@ -104,13 +104,18 @@ def _training(options: argparse.Namespace, plan: str, mesh: shardc.Mesh, describ
     module = shardc.compile(
         loaded.model, device_mesh, parsed_plan, loss=loss, backend=options.backend, options=compile_options
     )
-    if isinstance(loaded.model, nn.Module) and any(p.is_meta for p in loaded.model.parameters()):
-        module.to_empty(device="cpu")
-        module.shardc.init_weights()
+    _init_if_meta(module, loaded.model)
     schedule = module.shardc.lower(*loaded.args).schedule(described)
     cut = module.shardc.shard_inputs(*(_with_values(x) for x in loaded.args))
     inputs = cut if isinstance(cut, tuple) else (cut,)
     return _Training(plan, module, schedule, inputs, torch.optim.AdamW(module.parameters(), lr=0.0))
+
+
+def _init_if_meta(module: Any, model: object) -> None:
+    """Initialise the compiled ``module`` on the CPU if the ``model`` that it was compiled from is on ``meta``."""
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        module.to_empty(device="cpu")
+        module.shardc.init_weights()
 
 
 def _timed(step: Callable[[], None]) -> float:

@@ -226,18 +226,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     """
     has_tokens = any(row.tokens_per_second for row in rows)
     drawn = page.figure(9, 10 if has_tokens else 7)
-    from matplotlib.ticker import LogLocator, NullLocator
-
     panels = list(drawn.subplots(3 if has_tokens else 2, 1, sharex=True))
     times, memory = panels[0], panels[-1]
     unit, second = page.time_unit(max(row.seconds for row in rows))
     scale, byte = page.size_unit(max(row.memory for row in rows))
     for number, plan in enumerate(dict.fromkeys(row.plan for row in rows)):
-        best: dict[int, Row] = {}
-        for row in rows:
-            if row.plan == plan and (row.ranks not in best or row.seconds < best[row.ranks].seconds):
-                best[row.ranks] = row
-        line = [best[ranks] for ranks in sorted(best)]
+        line = _fastest([row for row in rows if row.plan == plan])
         drawn_values = {0: [r.seconds * unit for r in line], -1: [r.memory / scale for r in line]}
         ideals = {0: [line[0].seconds * unit * line[0].ranks / row.ranks for row in line]}
         if has_tokens:
@@ -256,19 +250,34 @@ def draw(rows: Sequence[Row]) -> Figure:
             times.annotate(row.mesh, place, fontsize=7, color=f"C{number}", **near)
     titles = [f"step, {second}", *(["tokens/s a GPU"] * has_tokens), f"memory at the peak, {byte} a rank"]
     for axes, title in zip(panels, titles, strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.margins(x=0.1, y=0.15)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter("{x:,.10g}")
+        _set_log_scales(axes)
         axes.set_ylabel(title)
-        axes.grid(alpha=0.3)
     counts = sorted({row.ranks for row in rows})
     memory.set_xticks(counts, [str(n) for n in counts])
     memory.set_xlabel("ranks (hollow: does not fit; dashed: ideal scaling)")
     times.legend(fontsize="small")
     return drawn
+
+
+def _fastest(rows: Sequence[Row]) -> list[Row]:
+    """Return the fastest of ``rows`` for each number of ranks, the fewest ranks first."""
+    best: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda row: row.seconds):
+        best.setdefault(row.ranks, row)
+    return [best[ranks] for ranks in sorted(best)]
+
+
+def _set_log_scales(axes: Any) -> None:
+    """Give matplotlib's ``axes`` logarithmic scales, whose numbers are written out, and a grid."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.margins(x=0.1, y=0.15)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    axes.grid(alpha=0.3)
 
 
 COMMANDS = (Command("sweep", "compare meshes and plans from one capture", ARGUMENTS, run),)

@@ -353,31 +353,9 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
         PrecompiledError: there is none, or it is of another version or torch, or has unexpected contents.
     """
     path = folder / RECORD
-    data = _read(folder, RECORD, LARGEST_TEXT)
-    if data is None:
-        fix = "save one with module.lower(*examples).save(folder)"
-        raise PrecompiledError(f"there is no saved program in {folder}", fix=fix)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise PrecompiledError(f"{path} is not JSON: {error}", fix=AGAIN) from None
-    version = content.get("shardc_program") if isinstance(content, dict) else None
-    if version != VERSION or type(version) is not int:
-        raise PrecompiledError(f"{folder} has a program of version {version!r}; this is {VERSION}", fix=AGAIN)
-    was = content.get("torch")
-    if was != torch.__version__:
-        raise PrecompiledError(
-            f"the program in {folder} is stale: torch was {was} and is {torch.__version__}", fix=AGAIN
-        )
+    content = _content(folder)
     record: Record = checked(content, Record, str(path), PrecompiledError, tables=True, readers=_READERS, fix=AGAIN)
-    call = record.key.call
-    for leaf in call.leaves:
-        if isinstance(leaf, Constant) and (type(leaf.value) not in PLAIN or type(leaf.value).__name__ != leaf.kind):
-            raise PrecompiledError(f"the constant {leaf.value!r} of the arguments is no {leaf.kind}")
-    if not len(call.leaves) == len(call.names) == call.spec.num_leaves:
-        raise PrecompiledError(
-            f"{len(call.leaves)} arguments have {len(call.names)} names and {call.spec.num_leaves} places"
-        )
+    _check_arguments(record.key.call)
     if record.guards.reads.scopes or record.guards.reads.unseen:
         raise PrecompiledError(f"{path} has globals of code, or guards that leave values out")
     if (record.key.plan.setting("microbatches") > 1) != (record.timed is not None):
@@ -389,6 +367,42 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
     if set(record.files) - {ARTIFACTS} != needed:
         raise PrecompiledError(f"{path} lists {sorted(record.files)}; it is of {sorted(needed)}", fix=AGAIN)
     return record
+
+
+def _content(folder: Path) -> Any:
+    """Return the JSON data of the record in ``folder``. Raises PrecompiledError if there is none, or it is of another
+    version of the format or of torch.
+    """
+    data = _read(folder, RECORD, LARGEST_TEXT)
+    if data is None:
+        fix = "save one with module.lower(*examples).save(folder)"
+        raise PrecompiledError(f"there is no saved program in {folder}", fix=fix)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PrecompiledError(f"{folder / RECORD} is not JSON: {error}", fix=AGAIN) from None
+    version = content.get("shardc_program") if isinstance(content, dict) else None
+    if version != VERSION or type(version) is not int:
+        raise PrecompiledError(f"{folder} has a program of version {version!r}; this is {VERSION}", fix=AGAIN)
+    was = content.get("torch")
+    if was != torch.__version__:
+        raise PrecompiledError(
+            f"the program in {folder} is stale: torch was {was} and is {torch.__version__}", fix=AGAIN
+        )
+    return content
+
+
+def _check_arguments(call: Signature) -> None:
+    """Raise PrecompiledError if a constant of the saved signature is not of its class, or there are not as many
+    arguments as names and places.
+    """
+    for leaf in call.leaves:
+        if isinstance(leaf, Constant) and (type(leaf.value) not in PLAIN or type(leaf.value).__name__ != leaf.kind):
+            raise PrecompiledError(f"the constant {leaf.value!r} of the arguments is no {leaf.kind}")
+    if not len(call.leaves) == len(call.names) == call.spec.num_leaves:
+        raise PrecompiledError(
+            f"{len(call.leaves)} arguments have {len(call.names)} names and {call.spec.num_leaves} places"
+        )
 
 
 def _mesh(data: object) -> Mesh:

@@ -57,12 +57,7 @@ def save_program(
         PrecompiledError: a part of the program cannot be written to disk, or it leaves its gradients unreduced.
     """
     key = _key_of(program)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PrecompiledError(f"the folder {folder} cannot be made: {error.strerror}", fix="name another") from None
-    (folder / ARTIFACTS).unlink(missing_ok=True)
-    (folder / RECORD).unlink(missing_ok=True)
+    _prepare(folder)
     paths, files = [], {}
     experts: dict[str, object] = {}
     functions: dict[str, object] = {}
@@ -122,6 +117,16 @@ def _key_of(program: Executable) -> ProgramKey:
         )
     key: ProgramKey = program.key
     return key
+
+
+def _prepare(folder: Path) -> None:
+    """Create ``folder``, or remove the record and the artifacts of an earlier program in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrecompiledError(f"the folder {folder} cannot be made: {error.strerror}", fix="name another") from None
+    (folder / ARTIFACTS).unlink(missing_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
 
 
 def _write_record(folder: Path, record: Record) -> None:

@@ -160,12 +160,18 @@ def _check_actions(actions: Sequence[Run | Message], program: Executable, rank: 
             available.add(_key(half, role, role.name, at))
     if reads_gradients != program.opens_backward:
         raise PrecompiledError("what the record says of gradients before the forward is not so")
-    last = actions[-1]
-    if program.loss is not None and isinstance(last, Run) and last.half.phase == step.LAST_BACKWARD:
+    _check_last(actions[-1], program.loss)
+
+
+def _check_last(last: Run | Message, loss: int | None) -> None:
+    """Raises PrecompiledError if the ``last`` action is a backward that takes the gradients of other outputs than the
+    loss, the output with the index ``loss``.
+    """
+    if loss is not None and isinstance(last, Run) and last.half.phase == step.LAST_BACKWARD:
         differentiated = [port.role.index for port in last.half.takes if port.role.kind == "tangent"]
-        if differentiated != [program.loss]:
+        if differentiated != [loss]:
             raise PrecompiledError(
-                f"the last backward takes gradients of outputs {differentiated}, and the loss is {program.loss}"
+                f"the last backward takes gradients of outputs {differentiated}, and the loss is {loss}"
             )
 
 
