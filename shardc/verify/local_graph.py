@@ -85,7 +85,7 @@ def collectives(graph: fx.Graph, prints: Fingerprints) -> dict[str, Collective]:
 
 
 def local_shapes(subject: Subject) -> Broken:
-    """Check that all shapes of a graph are local, those of one rank's shards: no tensor has a layout (of a global
+    """Check that all shapes of a graph are local, those of one rank's shards. No tensor has a layout (of a global
     value) any more, and outputs fit their roles.
 
     - No tensor has a layout.
