@@ -92,7 +92,7 @@ class PipelineCut(MicrobatchCut):
         staged, at = self.staged, phase.stage
         for number, loop in enumerate(staged.openings):
             if loop is not None and phase.phase == opening(number)[0]:
-                return loop.bodies[at] if ir.outputs(loop.bodies[at].graph) else None
+                return loop.bodies[at] if list(ir.outputs(loop.bodies[at].graph)) else None
         if phase.phase in (step.INFERENCE, step.FIRST_INFERENCE):
             forward = passes.inference(staged.bodies[at])
             gathers = self._gathers(at, first=True)
@@ -178,4 +178,4 @@ class PipelineCut(MicrobatchCut):
         graphs = [LazyGraphModule(closing, cut_out(closing.graph, some, {})) for some in results]
         if not any(communicates(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"):
             return None, closing
-        return graphs[0], graphs[1] if ir.outputs(graphs[1].graph) else None
+        return graphs[0], graphs[1] if list(ir.outputs(graphs[1].graph)) else None

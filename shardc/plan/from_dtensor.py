@@ -143,11 +143,7 @@ def style_entries(
     entries: list[Entry] = []
     for key, style in styles.items() if isinstance(styles, Mapping) else [("", styles)]:
         if type(style).__module__ != STYLES:
-            raise PlanError(
-                f"unknown style {type(style).__name__} of {key!r}",
-                plan_entry=f"Plan.from_styles({{{quote(key)}: ...}})",
-                fix="use the styles of torch.distributed.tensor.parallel, or write layouts with Plan(activations=...)",
-            )
+            raise _unknown(style, key)
         entries += _read(by_part(key), style, axis, model)
     return in_order(entries)
 
@@ -175,7 +171,16 @@ def _read(glob: str, style: parallel.ParallelStyle, axis: str, model: nn.Module 
         case parallel.PrepareModuleInputOutput():
             prepared = style.prepare_module_output
             return [*_prepared_input(glob, style.prepare_module_input, axis), *_read(glob, prepared, axis, model)]
-    raise AssertionError(f"{style} is torch's own and is not read")
+    raise _unknown(style, glob)  # of a later torch
+
+
+def _unknown(style: parallel.ParallelStyle, key: str) -> PlanError:
+    """Return the error for a style of a class that is not read, of the modules ``key``."""
+    return PlanError(
+        f"unknown style {type(style).__name__} of {key!r}",
+        plan_entry=f"Plan.from_styles({{{quote(key)}: ...}})",
+        fix="use the styles of torch.distributed.tensor.parallel, or write layouts with Plan(activations=...)",
+    )
 
 
 def _embeddings(glob: str, model: nn.Module) -> bool:
