@@ -230,11 +230,11 @@ class _Broadcast:
         return self.new.call_function(aten.view.default, (self.env[node], [1, 1, 1, 1]))
 
     def _index(self, table: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-        """Return the index for ``dim`` of a lookup in ``table``: ``index``, or the batch or head as counted on this
-        rank.
+        """Return the node in the new graph for ``index``, which indexes ``dim`` in a lookup in ``table``. If ``index``
+        is the batch or head, this may be its number within this rank's part.
 
-        The rank's own number is used if all lookups in a captured table index ``dim`` by the batch (or head): ranks may
-        then split ``dim``.
+        The number within the part is used if all lookups in a captured table index ``dim`` by the batch (or head):
+        ranks may then split ``dim``.
         """
         for place, local_place, size in zip(self.places, self.here, self.sizes, strict=False):
             by_place = index is place and table in self.captured and table.meta["val"].shape[dim] == size

@@ -231,8 +231,8 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 
 def located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
-    """Return where ``layout`` has each axis part: part -> its `Place`, or the negative code of its reduce op if it is
-    partial. ``cuts`` (axis -> prefix products) says where axes are cut into parts.
+    """Return axis part -> the `Place` that it splits in ``layout``, or the negative code of its reduce op if ``layout``
+    is partial over it. ``cuts``: axis -> the prefix products at which it is cut into parts.
     """
     mesh = layout.mesh
     out: dict[str, Place | int] = {}

@@ -97,8 +97,8 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
 def _straight(
     cache: _StateCache, best: dict[State, float], came: dict[State, tuple[State, Move]], states: list[State]
 ) -> list[tuple[Move, State]]:
-    """Return the cheapest path from the source to the target layout, as (move, state after it), that goes through one
-    of ``states`` and on by the moves of `_Moves.straight`.
+    """Finish a search that ran out of patience: extend the best path to each of ``states`` to the target layout, by the
+    moves of `_Moves.straight`. Return the cheapest of these paths, as a list of (move, state after it).
 
     Args:
         best: state -> seconds of the cheapest path to it.

@@ -406,8 +406,9 @@ class _Blocks:
                 yield (batch, slice(None), rows), self._of_keys(batch, rows, visible)
 
     def _of_keys(self, batch: slice, rows: slice, visible: Tensor | None) -> Iterator[tuple[_Take, Tensor | None]]:
-        """Yield (keys of a block, mask that is true where a query of ``rows`` does not see a key; None if all see all).
-        ``visible``: for each key, what `flex_visible` says of these queries; None to leave out no key.
+        """Yield each block of the keys that queries ``rows`` see, with a mask that is true where a query does not see a
+        key (None if all see all). ``visible``: the values of `flex_visible` for these queries, one for each key; if
+        None, the blocks are of all keys.
         """
         if visible is None:
             for start in range(0, self.keys, STRIP):

@@ -31,8 +31,8 @@ def _shift(x: Tensor, fill: Tensor | None, dim: int, by: int) -> Tensor:
 
 
 def _edge(x: Tensor, dim: int, begin: int, end: int) -> Tensor:
-    """Return a copy of elements ``begin`` to ``end - 1`` of ``x`` along ``dim``. It is the op for few elements: each
-    rank that needs some of them is best sent all of them.
+    """Return a copy of elements ``begin`` to ``end - 1`` of ``x`` along ``dim``: a slice of so few elements that ranks
+    which split ``dim`` are sent all of it.
     """
     return aten.slice.Tensor(x, dim, begin, end).clone()
 

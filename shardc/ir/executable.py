@@ -382,7 +382,8 @@ class Executable(ABC):
         return tuple(half for half in map(self.find, names) if half is not None)
 
     def own_halves(self, evaluates: bool = True) -> tuple[Half, ...]:
-        """Return each graph of this program once: those of a training step, if there is one, and of an inference.
+        """Return each graph of this program once: those of a training step, if there is one, and (if ``evaluates``)
+        those of an inference.
 
         Args:
             evaluates: False leaves out the graphs of an inference if there is a training step. So does

@@ -236,8 +236,8 @@ class Walk:
         return f"{kind}({', '.join(inside)})" + (f" or {self.ref(factory)}" if factory is not None else "")
 
     def _counts_in(self, item: object) -> bool:
-        """Return whether the text of a dict or list includes its value ``item``. A function or class is included only
-        if its code was traced.
+        """Return whether `_container` puts ``item``, a value of a dict or list, into its text. It leaves out functions
+        and classes whose code was not traced.
         """
         if isinstance(item, type):
             return any(self._was_traced(value) for value in vars(item).values())

@@ -249,7 +249,7 @@ def is_used(gm: fx.GraphModule) -> bool:
 
 
 def _decompositions(**options: bool | int | str) -> dict[Any, Callable[..., Any]]:
-    """Map `flex` and `flex_gradient` to their decompositions, `_forward` and `_gradient`, with the given ``options``.
+    """Map the ops `flex` and `flex_gradient` to their decompositions (`_forward`, `_gradient`) to torch's kernel.
 
     Args:
         options: options of torch's kernel, which those of the user override.

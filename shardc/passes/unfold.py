@@ -107,7 +107,7 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Returns (forward or inference, backward) of all blocks; ``first``, ``second``: those of captured blocks."""
+        """Returns (forward or inference, backward) of the whole model; ``first``, ``second``: of captured blocks."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)
@@ -222,7 +222,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _phases(graph: fx.Graph) -> list[Body]:
-    """Returns the forward ops and the backward ops of ``graph``, which is joint or a forward with gradients."""
+    """Returns the forward ops and the backward ops of ``graph``: a joint graph, or a forward with ops of backward."""
     ops = _calls(graph)
     of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
     return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]
@@ -531,7 +531,9 @@ class Names:
         )
 
     def node(self, name: str, shift: int = 0, placed: bool = False) -> str:
-        """Returns the new name of node ``name``, moved by ``shift`` blocks; ``placed``: it moves with its block."""
+        """Returns the new name of node ``name``, moved by ``shift`` blocks. ``placed``: whether the node has a place in
+        a period, and so moves with its block; else a number in its name only makes room for new blocks before it.
+        """
         if self._split(name) or (numbered := self._family(name)) is None:
             return self.module(name, shift)
         family, at, value = numbered

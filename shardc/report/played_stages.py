@@ -111,7 +111,8 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the prediction of a program with pipeline stages needs besides the program.
+    """Arguments for predicting a program with pipeline stages, besides the program: the mesh, the hardware, and
+    functions that prepare graphs and predict their schedules.
 
     Args:
         mesh: the mesh of all stages.

@@ -482,8 +482,8 @@ def _splits_by_axis(spec: Spec, proposals: Sequence[Assignment]) -> dict[str, li
 def _carried_by_axis(
     spec: Spec, operands: Sequence[Layout], parts: Mapping[str, Sequence[str]]
 ) -> dict[str, list[AxisUse]]:
-    """Return axis -> its use to carry a pending reduction of the ``operands`` through the op; no use if the op does not
-    carry it. ``parts``: axis -> the parts of it that are used one by one.
+    """Return axis part -> [the `AxisUse` that carries through the op the reduction that ``operands`` have pending over
+    it]; [] if the op cannot carry that reduction. ``parts``: axis -> the parts of it that are used one by one.
     """
     pending: dict[str, dict[str, set[int]]] = {}  # axis -> reduction -> the operands in which it is pending
     for at, layout in enumerate(operands):

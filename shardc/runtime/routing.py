@@ -1,5 +1,5 @@
-"""`Routing`: what layers of experts record when they run (tokens per expert, fullest blocks), and the check against
-their capacity.
+"""`Routing`: what layers of experts record when they run: the tokens per expert, and the most rows that a rank sends to
+another rank's experts, which are checked against the layer's capacity.
 """
 
 from __future__ import annotations

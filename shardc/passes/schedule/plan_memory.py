@@ -56,8 +56,8 @@ class PlanMemory:
         return gm
 
     def _slots_of(self, node: fx.Node, at: int) -> list[Slot]:
-        """Returns the memory slots that a collective needs: one for each result, then those for its messages. ``at``:
-        the position of ``node`` in the graph.
+        """Returns the memory slots of the collective ``node``: one for each result, then those for messages that
+        arrive or leave. ``at``: the position of ``node`` in the graph.
 
         Their lifetimes begin and end at ``at``; `_plan` sets them.
         """

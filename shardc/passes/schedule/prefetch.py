@@ -108,8 +108,8 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Lets each gather that an entry names start before the first op of the entry's module, by its position in
-    ``priority``. Returns (entry, gather, that first op) of each.
+    """Moves each gather that an entry names to before the first op of the entry's module, in the order ``priority``, if
+    it is read only after that op. Returns (entry, gather, that first op) of each such gather.
 
     Args:
         priority: position of each node in the new order, changed in place.
