@@ -87,6 +87,9 @@ _partition_step = HopJointGraph.partition
 def _partition(self: HopJointGraph, *args: Any, **kwargs: Any) -> HopPartitionedGraph:
     """Cuts the step of a scan into forward and backward as torch does, and returns both. First it removes the marks of
     a checkpoint around the scan from the step's ops.
+
+    For the checkpoint the scan runs again in backward as a whole, by the mark on the scan. By marks on its ops, each
+    step of backward would also compute the step of forward again.
     """
     for node in self.joint_gm.graph.nodes:
         node.meta.pop("recompute", None)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.capture_errors import COLLECTIVES, error_at, line_of
 from shardc.capture.decompositions import insert_call, numbers_as_tensors
-from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.flops import function_flops
 from shardc.custom_ops.function_ops import NO_GRADIENT, OPS, Function, function_of, named, register
 from shardc.errors import CaptureError, VerifyError
 from shardc.ir import graph as ir
@@ -73,7 +73,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
             counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
             reverse = _remove_flips(gm.graph, node, flat, counts)
         named(graphs[0])
-    function = register(Function(kind, graphs, counts, of_function(kind, graphs)))
+    function = register(Function(kind, graphs, counts, function_flops(kind, graphs)))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name, *([True] if reverse else [])), {}
     for operand in before:
         _erase_unused(gm.graph, operand)
@@ -279,13 +279,13 @@ def _unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[..., object]]) -> None:
-    """Replaces the gradients of while loops in a traced graph, where the trace has left a mark, by ops that compute
-    them. Loops whose step has loops or branches keep the mark.
+    """Replaces the gradients of while loops in a traced graph, where the trace has left a mark (the op NO_GRADIENT), by
+    ops that compute them. Loops whose step has loops or branches keep the mark, which raises when it runs.
     """
     for node in gm.graph.find_nodes(op="call_function", target=NO_GRADIENT):
-        grads, _, results = node.args
+        grads, _, results = node.args  # gradients of the loop's results, and these results
         loop: Any = results[0]
-        # The mark takes the results of the loop, which are getitems of its node.
+        # The results are getitems of the loop's node.
         while loop.target is not OPS["while_loop"]:
             loop = loop.args[0]
         operands, name = loop.args
@@ -295,7 +295,8 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
             continue
         carries = function.counts[0]
         graphs = condition, step, _gradient(step, carries, loop, decompositions)
-        gradient = Function("loop_gradient", graphs, (len(grads), carries), of_function("loop_gradient", graphs))
+        flops = function_flops("loop_gradient", graphs)
+        gradient = Function("loop_gradient", graphs, counts=(len(grads), carries), flops=flops)
         node.target, node.args = OPS["loop_gradient"], ([*grads, *operands], register(gradient).name)
 
 

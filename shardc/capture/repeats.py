@@ -108,9 +108,10 @@ class Recorder(TorchFunctionMode):
         self.signatures: dict[str, object] = {}
         self.result: Frozen = []
         self.changed: set[str] = set()
+        # (function, metadata of its arguments) -> makers of fake tensors like its results.
         self._results: dict[Hashable, PyTree] | None = {} if reuse else None
-        self._tokens: dict[int, Token] = {}
-        self._tensors: list[Tensor] = []  # so that no address is used again
+        self._tokens: dict[int, Token] = {}  # by the tensor's id
+        self._tensors: list[Tensor] = []  # all that have tokens, kept so that no id is used again
 
     def token(self, x: Tensor) -> Token:
         """Return the `Token` of the tensor ``x``. A tensor that was not seen before gets the next number."""

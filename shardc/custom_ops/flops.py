@@ -143,7 +143,7 @@ def flops(
     return int(formula(*args, **dict(kwargs), out_val=result))
 
 
-def of_function(kind: str, graphs: tuple[fx.Graph, ...]) -> int:
+def function_flops(kind: str, graphs: tuple[fx.Graph, ...]) -> int:
     """Return the FLOPs of a `Function` with these ``graphs``, whose nodes have fake values: of one step or, for "cond",
     of the larger branch.
     """

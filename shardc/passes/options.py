@@ -104,12 +104,16 @@ class Options:
         check_fields(self)
 
     def bucket_bytes(self) -> int:
-        """Returns the size of a bucket in bytes. The default is the size at which a collective's latency is a twentieth
-        of its time, at most 8 MiB.
+        """Returns the size of a bucket in bytes: ``bucket_size`` if that is a size. If not, the size at which a
+        collective's latency by ``cost`` is a twentieth of its time, at most 8 MiB.
+
+        A `Hardware` as ``bucket_size`` gives each group of ranks its own size (`shardc.passes.bucket_size`); this one
+        is for where a single size is needed.
         """
         if self.bucket_size is not None and not isinstance(self.bucket_size, Hardware):
-            return cast(int, self.bucket_size)
-        latency, bandwidth = self.cost.linear(self.p2p_collectives is not False)
+            return cast(int, self.bucket_size)  # `check_fields` has converted text
+        direct = self.p2p_collectives is not False  # None: on CPU ranks, the only ones whose messages a model prices
+        latency, bandwidth = self.cost.linear(direct)
         return min(int(20 * latency * bandwidth), 8 << 20)
 
     def budget_bytes(self) -> int:

@@ -164,15 +164,17 @@ def _backward(call: Call) -> Spec:
 
 
 def _local_groups(local: Local) -> Emitted:
-    """Emit and return the convolution with the number of groups that the local channels form."""
-    weight = local.operand_layout("weight").local_shape
+    """Emit and return the convolution, or its backward, with the number of groups that the local channels form.
+
+    Dim 1 of the weight is the channels of one group: input channels or, if transposed, output channels.
+    """
+    is_backward = local.call.position("grad_output") is not None
     if not local.call["transposed"]:
-        channels = local.operand_layout("input").local_shape[1]
-    elif local.call.position("grad_output") is None:
-        channels = local.results[0].local_shape[1]
+        layout = local.operand_layout("input")
     else:
-        channels = local.operand_layout("grad_output").local_shape[1]
-    return local.same(groups=channels // weight[1])
+        layout = local.operand_layout("grad_output") if is_backward else local.results[0]
+    channels, channels_per_group = layout.local_shape[1], local.operand_layout("weight").local_shape[1]
+    return local.same(groups=channels // channels_per_group)
 
 
 def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardc._compat import FakeTensorMode
-from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.flops import function_flops
 from shardc.custom_ops.function_ops import OPS, Function, named, register
 from shardc.ir.layout import Digit, Digits, Layout
 from shardc.rules import scans
@@ -52,7 +52,7 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
         operands[at] = term(local.builder, operands[at], on_rank.axes(pending))
     bodies = [on_rank.body(graph) for graph in factored.graphs]
     graphs, kind = tuple(body.finish() for body in bodies), factored.function.kind
-    function = Function(kind, graphs, factored.function.counts, of_function(kind, graphs))
+    function = Function(kind, graphs, factored.function.counts, function_flops(kind, graphs))
     register(function)  # one of this name may be there, loaded, without values
     operands += [local.builder.coordinate(axes) for axes in on_rank.coordinates]
     if kind == "scan":

@@ -122,7 +122,7 @@ def _gather_factors(call: Call, looked_up: str, over: str) -> tuple[Loops, list[
 
 def _gather(call: Call) -> Spec:
     """Return the spec of ``gather``: a split of the dim looked up leaves a partial sum."""
-    loops, (x, index) = _gather_factors(call, "sum", FREE)
+    loops, (x, index) = _gather_factors(call, looked_up="sum", over=FREE)
     return loops.spec([x, index], [index], linear=[{0}])
 
 
@@ -142,7 +142,7 @@ def _lookup_local(local: Local) -> Emitted:
 
 def _scatter(call: Call) -> Spec:
     """Return the spec of writes that replace: a rank writes the entries that it holds, so all ranks need the index."""
-    loops, operands = _gather_factors(call, FREE, WHOLE)
+    loops, operands = _gather_factors(call, looked_up=FREE, over=WHOLE)
     linear: list[set[int]] = []
     if call.name == "aten.scatter.src":
         linear = [{0, 2}]
@@ -153,8 +153,9 @@ def _scatter(call: Call) -> Spec:
 
 def _scatter_add(call: Call) -> Spec:
     """Return the spec of writes that add: entries may be split over ranks, and the result is then a partial sum."""
-    loops, operands = _gather_factors(call, FREE, "sum")
-    return loops.spec(operands, operands[:1], linear=[{0, 2}])
+    loops, operands = _gather_factors(call, looked_up=FREE, over="sum")
+    tensor, source = 0, 2  # the op is linear in both together
+    return loops.spec(operands, operands[:1], linear=[{tensor, source}])
 
 
 # --- index_select, index_add, ...: a one-dim index, each entry of which selects a slice of the tensor

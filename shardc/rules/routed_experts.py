@@ -5,7 +5,7 @@ Over an axis that splits both, rows are exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
@@ -201,26 +201,38 @@ def _sort_keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emi
     """
     call = local.builder.call
     layout = local.operand_layout("params")
-    mesh, flat = layout.mesh, call(aten.reshape.default, index, [-1])
-    parts: list[tuple[str | None, int, Emitted]] = []
-    mine = None
-    for axis, radix, digit in digits_of(local, layout, 0, flat):
+    mesh, expert = layout.mesh, call(aten.reshape.default, index, [-1])
+    # An expert's number has a digit for each axis that splits the experts, and local digits (axis None): which of its
+    # rank's experts it is. Over an axis that is not in `sent`, only experts at this rank's coordinate are reachable.
+    digits: list[tuple[str | None, int, Emitted]] = []
+    reachable = None
+    for axis, radix, digit in digits_of(local, layout, 0, expert):
         if axis is None or axis in sent:
-            parts.append((axis, radix, digit))
+            digits.append((axis, radix, digit))
             continue
-        is_local = call(aten.eq.Tensor, digit, coordinate(local, axis))
-        mine = is_local if mine is None else call(aten.logical_and.default, mine, is_local)
+        is_here = call(aten.eq.Tensor, digit, coordinate(local, axis))
+        reachable = is_here if reachable is None else call(aten.logical_and.default, reachable, is_here)
     # The digits of the rank first, in the order in which a group numbers its ranks; then those of the expert.
-    order = sorted(parts, key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
-    key = flat if mine is None and order == parts else None  # the layout of the experts is already sorted by rank
-    for _, radix, digit in order if key is None else ():
-        key = digit if key is None else call(aten.add.Tensor, call(aten.mul.Tensor, key, radix), digit)
-    if key is None:
-        key = call(aten.full_like.default, flat, 0)
+    by_rank = sorted(digits, key=lambda digit: (digit[0] is None, mesh.order(digit[0]) if digit[0] else ()))
+    if reachable is None and by_rank == digits:  # experts are numbered rank by rank already
+        key = expert
+    else:
+        key = _from_digits(local, [(radix, digit) for _, radix, digit in by_rank], expert)
     ranks, experts_per_rank = prod(mesh.size(axis) for axis in sent), layout.local_shape[0]
-    if mine is not None:
-        key = call(aten.where.self, mine, key, call(aten.full_like.default, key, ranks * experts_per_rank))
-    return key, mine, ranks, experts_per_rank
+    if reachable is not None:
+        last = call(aten.full_like.default, key, ranks * experts_per_rank)
+        key = call(aten.where.self, reachable, key, last)
+    return key, reachable, ranks, experts_per_rank
+
+
+def _from_digits(local: Local, digits: Sequence[tuple[int, Emitted]], like: Emitted) -> Emitted:
+    """Emit and return the numbers that have these ``digits``, (radix, value) of each, the major one first. Without
+    digits they are zeros of the shape of ``like``.
+    """
+    call, number = local.builder.call, None
+    for radix, digit in digits:
+        number = digit if number is None else call(aten.add.Tensor, call(aten.mul.Tensor, number, radix), digit)
+    return call(aten.full_like.default, like, 0) if number is None else number
 
 
 def _sent_axes(local: Local) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.flops import function_flops
 from shardc.custom_ops.function_ops import Function, named, register
 from shardc.ir.comm import WAIT
 from shardc.rules.positions import zero_unless
@@ -199,7 +199,7 @@ class _Carried:
         graph.output(tuple(results))
         graph.eliminate_dead_code()
         named(graph)
-        return register(Function("scan", (graph,), (len(results), self.sequences), of_function("scan", (graph,))))
+        return register(Function("scan", (graph,), (len(results), self.sequences), function_flops("scan", (graph,))))
 
 
 Scales = dict[fx.Node, tuple[fx.Node, Any]]

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.capture.functions import graph_of_function
-from shardc.custom_ops.flops import of_function
+from shardc.custom_ops.flops import function_flops
 from shardc.custom_ops.function_ops import OPS, Function, register
 from tests.rules.samples.values import Draw, Sample
 
@@ -23,7 +23,7 @@ def _graph(kind: str, function: Callable[..., Any], given: list[Tensor]) -> fx.G
 
 
 def _registered(kind: str, graphs: list[fx.Graph], operands: list[Tensor], counts: tuple[int, int]) -> Sample:
-    function = register(Function(kind, tuple(graphs), counts, of_function(kind, tuple(graphs))))
+    function = register(Function(kind, tuple(graphs), counts, function_flops(kind, tuple(graphs))))
     return Sample(OPS[kind], (operands, function.name))
 
 
