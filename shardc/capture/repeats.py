@@ -294,7 +294,7 @@ def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
     """
     containers = [(model.get_submodule(run.path), run) for run in repeats]
     with contextlib.ExitStack() as stack:
-        for container, run in containers:
+        for container, run in reversed(containers):  # earlier runs of a container keep their numbers
             children = list(container._modules.values())
             remaining = children[: run.first + repeats.keep] + children[run.first + run.count :]
             numbered = {str(at): child for at, child in enumerate(remaining)}

@@ -289,10 +289,18 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
     """
     lookup = Lookup(model)
     places = [(lookup(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
-    with contextlib.ExitStack() as stack:
+    # `places` stands for an attribute that is not there. A closure's cell has no ``__dict__``.
+    before: list[Any] = [
+        vars(owner).get(name, places) if hasattr(owner, "__dict__") else getattr(owner, name, places)
+        for owner, name, _ in places
+    ]
+    try:
         for owner, name, value in places:
-            stack.enter_context(patch.object(owner, name, value, create=not hasattr(owner, name)))
+            setattr(owner, name, value)
         yield
+    finally:
+        for (owner, name, _), value in zip(places, before, strict=True):
+            delattr(owner, name) if value is places else setattr(owner, name, value)
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:

@@ -19,8 +19,8 @@ from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.rewriter import inline_graph
-from shardc.passes.layout.padded_values import Calls
 from shardc.passes.op_calls import operands_of
+from shardc.passes.padded_values import Calls
 from shardc.plan.layout_spec import to_layout
 from shardc.rules.spec import Strategy
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.passes.layout.padded_values import lies_like
+from shardc.passes.padded_values import lies_like
 from shardc.rules import RULES
 from shardc.rules.proof import COARSER, COMPUTED, Sample, close
 from shardc.rules.rule import ANY

@@ -49,21 +49,21 @@ def test_what_is_raised_as_a_block_ends_is_raised_by_it() -> None:
         def fail(ends: Event = ends) -> None:
             ends.wait()
             with consistency._lock:
-                if consistency._compiles is not None:
-                    consistency._different = MeshError("rank 1 raised", fix="mend it")
-                    raise_in(consistency._compiles, Stopped)
+                if consistency._compiling_thread is not None:
+                    consistency._pending_error = MeshError("rank 1 raised", fix="mend it")
+                    raise_in(consistency._compiling_thread, Stopped)
 
         other = Thread(target=fail)
         other.start()
         try:
             with consistency.compiles():
-                assert consistency._compiles == get_ident()
+                assert consistency._compiling_thread == get_ident()
                 ends.set()
         except MeshError as error:
             assert "rank 1 raised" in str(error)
         other.join()
-        assert consistency._compiles is None and consistency._different is None
+        assert consistency._compiling_thread is None and consistency._pending_error is None
     with pytest.raises(MeshError), consistency.compiles():
-        consistency._different = MeshError("rank 1 raised", fix="mend it")
+        consistency._pending_error = MeshError("rank 1 raised", fix="mend it")
         raise_in(get_ident(), Stopped)
         raise AssertionError("it was not stopped")

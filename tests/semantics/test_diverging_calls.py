@@ -220,7 +220,7 @@ def the_thread_that_listens_differs_first() -> None:
         time.sleep(0.5)
         store = consistency._connected()  # as `_compare` begins
         store.set(f"{consistency._prefix}what/{act.key}", json.dumps(act.lines))
-        consistency._waits = consistency.number
+        consistency._waits_at = consistency.number
         consistency.on_message(consistency._connected(), str(consistency.number))
         compare(act)
 

@@ -40,8 +40,8 @@ from shardc.ir.layout import (
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import CAST, RESHAPES
 from shardc.ir.rewriter import erase_dead_code
-from shardc.passes.layout.padded_values import Padded, PaddedValues, reduction_identity
 from shardc.passes.op_calls import call_of, operands_of, with_operands
+from shardc.passes.padded_values import Padded, PaddedValues, reduction_identity
 from shardc.rules import contractions, factory, find_rule, pointwise, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec

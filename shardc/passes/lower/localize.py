@@ -24,9 +24,9 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.module_paths import is_in
 from shardc.ir.rewriter import erase_dead_code
 from shardc.passes import local_regions
-from shardc.passes.layout.padded_values import Calls
 from shardc.passes.lower.collectives import lower_collective, step_of
 from shardc.passes.op_calls import call_of, operands_of
+from shardc.passes.padded_values import Calls
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
 
