@@ -158,32 +158,42 @@ class _Loop(torch.autograd.Function):
         return (None, None, None, *(next(values) if x.is_floating_point() else None for x in operands))
 
 
-# What a step of a while loop may call that a trace of its ops leaves out.
-_TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting")
-_GRADIENTS = {
+# What a step of a while loop may call (by name) that is lost, since the loop keeps a trace of the step's plain ops
+# alone; with the text for an error.
+_LOST_ALWAYS = dict.fromkeys(
+    ("_grad_increment_nesting", "_jvp_increment_nesting"), "a gradient that it takes by torch.func"
+)
+_LOST_IN_BACKWARD = {
     "autograd_function_apply": "the gradient of an autograd.Function",
     "_set_grad_enabled": "torch.no_grad() (x.detach() may stand there)",
 }
+
+
+def _refuse_lost_gradients(step: fx.GraphModule, has_backward: bool) -> None:
+    """Raise CaptureError if ``step``, the step of a while loop, calls what would be lost in the loop: `_LOST_ALWAYS`
+    and, if the loop ``has_backward``, `_LOST_IN_BACKWARD`.
+    """
+    lost = _LOST_ALWAYS | _LOST_IN_BACKWARD if has_backward else _LOST_ALWAYS
+    bodies = (module for module in step.modules() if isinstance(module, fx.GraphModule))
+    calls = [x for body in bodies for x in body.graph.nodes if x.op == "call_function"]
+    for at, call in enumerate(calls):
+        if (name := getattr(call.target, "__name__", "")) in lost:
+            fix = "write a scan over a fixed number of steps"
+            if name in _LOST_IN_BACKWARD:
+                fix += ", or call the loop under torch.no_grad()"
+            # The call itself may have no line of the user's: take that of the next call that has one.
+            line = next(filter(None, map(line_of, calls[at:])), "")
+            raise error_at(line, f"the step of a while_loop would lose {lost[name]}", fix)
 
 
 def _while_loop(condition: Any, step: fx.GraphModule, carries: Sequence[Any], rest: Sequence[Any]) -> Any:
     """Compute torch's ``while_loop`` by the autograd function `_Loop`, and return its results.
 
     Raises:
-        CaptureError: a trace of the ops of a step leaves out a gradient that the step takes, or that the loop needs.
+        CaptureError: the step takes or changes a gradient in a way that would be lost.
     """
-    bodies = (module for module in step.modules() if isinstance(module, fx.GraphModule))
-    calls = [x for body in bodies for x in body.graph.nodes if x.op == "call_function"]
-    left_out = dict.fromkeys(_TRANSFORMS, "a gradient that it takes by torch.func")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*carries, *rest)):
-        left_out |= _GRADIENTS
-    for at, call in enumerate(calls):
-        if (name := getattr(call.target, "__name__", "")) in left_out:
-            fix = "write a scan over a fixed number of steps"
-            if name in _GRADIENTS:
-                fix += ", or call the loop under torch.no_grad()"
-            line = next(filter(None, map(line_of, calls[at:])), "")
-            raise error_at(line, f"the step of a while_loop would lose {left_out[name]}", fix)
+    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (*carries, *rest))
+    _refuse_lost_gradients(step, has_backward)
     apply: Any = _Loop.apply
     return apply(condition, step, len(carries), *carries, *rest)
 

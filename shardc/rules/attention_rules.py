@@ -206,7 +206,7 @@ def _call(call: Call) -> Spec:
     heads = SequenceHeads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
     spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{2}], replicated=[1])
-    return routed(call, spec, (1, 2), 1)
+    return routed(call, spec, moving=(1, 2), trips=1)
 
 
 def _gradient(call: Call) -> Spec:
@@ -214,7 +214,8 @@ def _gradient(call: Call) -> Spec:
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=True)
     spec = loops.spec(heads.operands(), [heads.query, heads.key, heads.value], linear=[{0}])
-    return routed(call, spec, (2, 3), 2)
+    # Each block of keys and values is sent, and their gradients back.
+    return routed(call, spec, moving=(2, 3), trips=2)
 
 
 # --- on one rank

@@ -52,7 +52,7 @@ def _flex(call: Call) -> Spec:
     heads = _Heads(loops, backward=False)
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
     spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{2}], replicated=[1])
-    return routed(call, spec, (1, 2), 1)
+    return routed(call, spec, moving=(1, 2), trips=1)
 
 
 def _gradient(call: Call) -> Spec:
@@ -62,7 +62,8 @@ def _gradient(call: Call) -> Spec:
     results = [heads.query, heads.key, heads.value, *(heads.captured[at] for at in call["wanted"])]
     grads = {loops.names.index(name) for name in ("grad", "grad_logsumexp") if name in loops.names}
     spec = loops.spec(heads.operands(), results, linear=[grads])
-    return routed(call, spec, (2, 3), 2)
+    # Each block of keys and values is sent, and their gradients back.
+    return routed(call, spec, moving=(2, 3), trips=2)
 
 
 # --- on one rank

@@ -30,7 +30,8 @@ def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     loops = Loops(call)
     shape = loops.shapes[0]
     sizes = [out[dim] for out in loops.result_shapes]
-    # The dim may be split into blocks of this size, since every range consists of whole ones.
+    # Every range consists of whole blocks of this size. Operand and results share the position in a block, which may be
+    # split; the number of blocks, which is whole, is each one's own. With an empty range, the dim is whole.
     block = gcd(shape[dim], *starts, *sizes) if all(sizes) else 0
     results = [_in_blocks(loops, out, dim, block, f"y{i}") for i, out in enumerate(loops.result_shapes)]
     return loops.spec([_in_blocks(loops, shape, dim, block, "x")], results, moves=True)

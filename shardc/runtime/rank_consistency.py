@@ -318,13 +318,14 @@ class RankConsistency:
     # --- comparing
 
     def _compare(self, event: Event) -> None:
-        """Compares ``event`` with the other ranks: publishes it, waits for the verdict, and raises MeshError if ranks
-        differ.
+        """Compares ``event`` with the other ranks: publishes it, compares it with that of the first rank that came,
+        waits until all have come, and raises MeshError if ranks differ, here or before, or another rank has failed.
         """
         store, number, comparisons = self._connected(), self.number, self._comparisons
         comparisons.publish(store, event)
         self._waits_at = number
-        if self._failure is not None:  # that rank will not arrive
+        if self._failure is not None:
+            # That rank will not arrive: raise its error now, whichever event it failed after.
             self._check(self._failure[0] + 1)
         with self._lock:
             # The listener thread may have answered for this rank just now.
@@ -488,9 +489,10 @@ class RankConsistency:
         """
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
-            asks, key = store.get(f"{self._comparisons.key_prefix(pending[0])}first").decode().split()
-            if (where := self._samples.stuck(int(asks), _STUCK)) is not None:
-                error = different_waits(self.rank, where, int(asks), self._comparisons.lines(store, key))
+            # The rank that came first to that event and waits there, and its hash of the event.
+            first, key = store.get(f"{self._comparisons.key_prefix(pending[0])}first").decode().split()
+            if (where := self._samples.stuck(int(first), _STUCK)) is not None:
+                error = different_waits(self.rank, where, int(first), self._comparisons.lines(store, key))
                 with self._lock:
                     # This rank raises it, too, as soon as it leaves the collective.
                     self._failure = self._failure or (self.number, error)

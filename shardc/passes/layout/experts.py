@@ -254,13 +254,12 @@ class _Builder:
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[object], where: Where
     ) -> fx.Graph:
-        """Returns a graph that computes ``results`` by copies of ``nodes``. ``before``: in the gradient's graph, the
-        tangent and the saved values, which become inputs.
+        """Returns a graph that computes ``results``, for any number of rows, by copies of ``nodes``. Its inputs are the
+        number of rows, the tangent (gradient's graph), rows, scale, parameters and saved values (gradient's graph).
 
-        Its inputs are the number of rows, the tangent if there is one, rows, scale, parameters and saved values.
-
-        The tangent and saved values are those in ``before`` (none for the forward). ``where`` has the dim of the rows
-        in each value.
+        Args:
+            before: in the gradient's graph the tangent, followed by the saved values; empty in the forward's.
+            where: the dim of the rows in each value.
         """
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))

@@ -477,11 +477,11 @@ class _Chain:
                 continue
             # What both graphs take is one argument.
             if node.name not in arguments:
-                arguments[node.name] = self._copied(node, node.graph is second.graph)
+                arguments[node.name] = self._copied(node, renames=node.graph is second.graph)
             self.env[node] = arguments[node.name]
         for node in first.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                self.env[node] = self._copied(node, False)
+                self.env[node] = self._copied(node, renames=False)
 
     def _copied(self, node: fx.Node, renames: bool) -> fx.Node:
         """Returns a copy of ``node`` in the new graph. ``renames``: the copy gets a fresh name if the name is taken."""
@@ -489,14 +489,16 @@ class _Chain:
         return ir.update(copy, name=self.names.fresh(ir.info(node).name)) if renames else copy
 
     def end(self, results: Outputs) -> fx.GraphModule:
-        """Finishes and returns the new graph. ``results``: its outputs, given as nodes of the two old graphs."""
+        """Finishes and returns the new graph: appends the ops of ``second``, whose arguments are final now, and the
+        outputs. ``results``: (role, value) of each output, given as a node of an old graph.
+        """
         for node in self.second.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                self.env[node] = self._copied(node, True)
+                self.env[node] = self._copied(node, renames=True)
         output = self.graph.output(tuple(self.env[x] if isinstance(x, fx.Node) else x for _, x in results))
         output.meta = dict(ir.output_node(self.second.graph).meta) | dict(ir.output_node(self.first.graph).meta)
         output.meta[ir.ROLES] = tuple(role for role, _ in results)
-        send_once(self.graph)
+        send_once(self.graph)  # a collective that both graphs have
         constants = {
             str(node.target): attrgetter(str(node.target))(gm)
             for gm in (self.second, self.first)

@@ -210,7 +210,9 @@ class LayoutProblem:
         return 0.0
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
-        """Returns every strategy of ``node``."""
+        """Returns the strategies among which the solver chooses for ``node``. An op with a spec has those that
+        combine one strategy per mesh axis (`ways`), and more for operands of fixed layout.
+        """
         if node in self.outside.fixed:
             return (Strategy((), (self.outside.fixed[node],)),)
         if node.op != "call_function":
@@ -224,7 +226,7 @@ class LayoutProblem:
             return (local_regions.strategy_of(node, self.mesh),)
         spec = spec_at(node)
         operands = [ir.value(x) for x in operands_of(node)]
-        if spec is None:
+        if spec is None:  # no rule: every rank computes it on whole operands
             whole = [tuple(Layout.whole(self.mesh, v.shape) for v in vs) for vs in (operands, ir.info(node).tensors)]
             return (Strategy(*whole),)
         combined = combine_axes(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
