@@ -57,7 +57,7 @@ class AxisStrategy:
     positions: frozenset[int] = frozenset()
 
 
-WHOLE = AxisStrategy()
+WHOLE = AxisStrategy()  # nothing is split or partial over the axis
 
 
 def spec_at(node: fx.Node) -> Spec | None:
@@ -97,7 +97,9 @@ class Closure:
 
     def run(self) -> dict[fx.Node, list[AxisStrategy]]:
         """Propagates layouts until no op gets a new strategy; returns op -> its strategies."""
+        # Value -> the ops around it, as (op, its `Spec`, position of the value, whether it is a result of the op).
         self._ops_at: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
+        # New layouts of values, which the ops around these values have not seen yet.
         self._queue: deque[tuple[Slot, Layout]] = deque()
         specs = [(node, spec) for node in self.graph.nodes if (spec := spec_at(node)) is not None]
         for node, spec in specs:
@@ -106,6 +108,7 @@ class Closure:
                 self._ops_at.setdefault(slot_of(operand), []).append((node, spec, at, False))
             for at, index in enumerate(_result_indices(node)):
                 self._ops_at.setdefault((node, index), []).append((node, spec, at, True))
+        # Layouts start from splits of single factors, from inputs and from the layouts that the plan fixes.
         for node, spec in specs:
             self._split_factors(node, spec)
         self._split_inputs()
@@ -126,6 +129,7 @@ class Closure:
             if spec.splittable(factor) and (digits := self._chunk_digits(spec.size(factor))) is not None:
                 self._add_strategy(node, spec, AxisStrategy(((factor, digits),)))
         if spec.routed is not None:
+            # Sorted, as everywhere in an `AxisStrategy`, so that equal ones compare equal.
             pair = [(f, self._chunk_digits(spec.size(f))) for f in sorted((spec.routed.rows, spec.routed.owners))]
             both = tuple((factor, digits) for factor, digits in pair if digits is not None)
             if len(both) == 2:
@@ -143,7 +147,7 @@ class Closure:
 
     def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
         """Returns those of an op's strategies (``ways``) that the plan allows for an op with a `Routed`, such as routed
-        experts. If it allows none, returns all.
+        experts. If it allows none, returns all: a requirement holds only where the sizes permit it.
         """
         if spec.routed is None:
             return ways
@@ -163,15 +167,18 @@ class Closure:
         the value, as (op, position among its results).
         """
         have = self.layouts.setdefault(slot, {})
+        # A layout without axes is replicated and suggests nothing: `WHOLE` is a strategy of every op already.
         if layout not in have and layout.axes:
             have[layout] = None
             self._queue.append((slot, layout))
 
     def _add_strategies(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
         """Adds the strategies of ``node`` in which operand ``at`` (result ``at`` if ``is_result``) has ``layout``."""
+        # Pending reductions spread from operands to results only, through ops that pass them on.
         for axis, op in () if is_result else layout.partial:
             for positions in _partial_operand_sets(spec, op, at):
                 self._add_strategy(node, spec, AxisStrategy((), ((axis, op),), positions))
+        # A split: it splits factors of the op, and these its other operands and results.
         dims = spec.results[at] if is_result else spec.operands[at]
         if len(dims) == layout.ndim:
             digits = project(spec, dims, layout.without_partial())
@@ -182,17 +189,18 @@ class Closure:
 
     def _add_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
         """Adds strategies of an op with a `Routed` (a pair of factors that one axis may split together, such as tokens
-        and experts), in which the axis splits both: one factor as in ``split``, the other as in a known strategy.
+        and experts), in which the axis splits both: one factor as in ``split``, the other as in a strategy that the op
+        has already.
         """
         if spec.routed is None:
             return
-        both = (spec.routed.rows, spec.routed.owners)
-        for mine, other in (both, both[::-1]):
-            for way in list(self.ways[node]) if mine in split else ():
-                if other in (factors := dict(way.factors)):
-                    self._add_strategy(
-                        node, spec, AxisStrategy(tuple(sorted({mine: split[mine], other: factors[other]}.items())))
-                    )
+        pair = (spec.routed.rows, spec.routed.owners)
+        for factor, partner in (pair, pair[::-1]):
+            # A copy of the list, as it grows inside of the loop.
+            for way in list(self.ways[node]) if factor in split else ():
+                if partner in (factors := dict(way.factors)):
+                    both = {factor: split[factor], partner: factors[partner]}
+                    self._add_strategy(node, spec, AxisStrategy(tuple(sorted(both.items()))))
 
     def _add_strategy(self, node: fx.Node, spec: Spec, way: AxisStrategy) -> None:
         """Adds the strategy ``way`` to the op ``node``, and the layouts that it implies to the op's operands and
@@ -230,7 +238,7 @@ def _initial_factors(spec: Spec) -> list[str]:
     """Returns the factors (loops of an op's rule) that may be split first, before any layout is known: each is the
     major factor of some dim.
 
-    Pointwise ops and views start none; they follow the ops around them.
+    Pointwise ops and views (no flops, no reduction) start none; they follow the ops around them.
     """
     if not spec.flops and not spec.reduce:
         return []
@@ -242,6 +250,7 @@ def _partial_operand_sets(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
     ``op``, the reduction passes through to the results.
     """
     sets = [operands for operands in spec.linear if at in operands]
+    # An op that only moves data passes on any reduction of operand 0, also one that is not linear, such as max.
     if spec.moves and at == 0 and frozenset({0}) not in sets:
         sets.append(frozenset({0}))
     return [operands for operands in sets if carries(spec, op, operands)]
@@ -251,8 +260,8 @@ def _restricted_to_axis(layout: Layout, axis: str) -> Layout:
     """Returns ``layout`` without what it does with other axes: only ``axis`` and its parts still split dims or carry
     pending reductions.
     """
-    mine = [a for a in layout.axes if split_part(a)[0] == axis]
-    others = [a for a in layout.axes if a not in mine]
+    # `split_part` returns the axis of a part first: "tp" of "tp:1x2".
+    others = [a for a in layout.axes if split_part(a)[0] != axis]
     return layout.unbind(others).without_partial(others)
 
 
@@ -281,7 +290,7 @@ def _combined_strategy(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -
     factors: dict[str, Digits] = {}
     for way in choice:
         for factor, digits in way.factors:
-            # A factor that an earlier axis splits as well is split at other digits, or else inside of its shards.
+            # If an earlier axis splits the factor as well, at other digits (`merge`), or else inside of its shards.
             joint = merge(mesh, factors.get(factor), digits) or nested(mesh, factors[factor], digits)
             if joint is None:
                 return None
@@ -297,20 +306,22 @@ def _combined_strategy(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
     """Returns the digits of a dim that is split as in ``outer`` and, inside those shards, also over the axes of
-    ``inner``. Returns None if the sizes do not divide.
+    ``inner``. Returns None if the sizes do not divide. Of a dim of 8, ``[4@dp, 2]`` and ``[2@tp, 4]`` give
+    ``[4@dp, 2@tp]``.
 
     An axis splits the dim at its own stride; if an axis of ``outer`` splits there already, inside that one's shards.
     """
-    spans = _spans(outer)
+    spans = _spans(outer)  # (upper end, lower end, axis) of the strides that each axis splits
     for top, bottom, axis in _spans(inner):
         size = top // bottom
-        # Another axis splits this range of strides already: take the next one below it, inside of its shards.
+        # While another axis splits some of these strides already, move below it, inside of its shards.
         while (over := next((t for t in spans if t[1] < top and bottom < t[0]), None)) is not None:
             top, bottom = over[1], over[1] // size
-        if bottom * size != top:
+        if bottom * size != top:  # the shard does not divide by the size of the axis
             return None
         spans.append((top, bottom, axis))
     out, at = [], prod(d.radix for d in outer)
+    # Back to digits, from the major one down, with local digits between the split ones.
     for top, bottom, axis in sorted(spans, reverse=True):
         if at % top:
             return None

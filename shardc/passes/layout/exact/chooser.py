@@ -103,20 +103,23 @@ class LayoutProblem:
         self.options: dict[fx.Node, tuple[Strategy, ...]] = {}
         self.variable: dict[fx.Node, int] = {}
         self.kernels: dict[fx.Node, Table] = {}
-        like, self.like = self.like, None  # of a chain of problems, only the last one is kept
+        like, self.like = self.like, None  # of a chain of problems, only the last one stays in memory
+        # Nodes as they are before any solution is written on them, layouts that are not chosen, and memory traffic:
+        # none of these depends on weights or choices.
         if like is None:
             self.seeded = [(x, x.target, x.kwargs, ir.info(x)) for x in self.graph.nodes if x.op != "output"]
             self.boundary, self.traffic = _outside(self.problem, self.graph), traffic_of(self.graph)
         else:
             self.seeded, self.boundary, self.traffic = like.seeded, like.boundary, like.traffic
-            for node, target, kwargs, record in self.seeded:  # without a solution that was written on them
+            for node, target, kwargs, record in self.seeded:  # undo what `apply` of ``like`` wrote on them
                 node.target, node.kwargs = target, kwargs
                 ir.set_info(node, record)
         # A copy, from which `_start` deletes what it leaves open.
         self.outside = replace(self.boundary, fixed=dict(self.boundary.fixed), wanted=dict(self.boundary.wanted))
         self._start()
         self.seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
-        # The search for strategies starts from these, so the result and the seconds of kernels are the same.
+        # The search for strategies starts from seeds and fixed layouts alone. If ``like`` has the same, so are the
+        # strategies and the seconds of kernels, and the expensive search is skipped.
         if like is None or like.seeds != self.seeds or like.outside.fixed != self.outside.fixed:
             self.closures = [Closure(self.graph, self.mesh, axis, self.seeds) for axis in axes]
             self.ways = [closure.run() for closure in self.closures]
@@ -145,9 +148,11 @@ class LayoutProblem:
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
         """Writes a solution on the graph: a layout on each value, and on each op the layouts that it needs of its
-        operands. Returns output -> the layout in which it leaves the graph. ``labels``: one per variable.
+        operands. Returns output -> the layout in which it leaves the graph. ``labels``: one per variable, for an op the
+        number of its strategy in `options`.
 
-        It may be called again with another solution.
+        It may be called again with another solution; the first call has turned tags (markers of named activations) into
+        reshards.
         """
         for node in self.graph.nodes:
             if node.target is getitem:
@@ -183,17 +188,18 @@ class LayoutProblem:
         node.
         """
         for node in self.graph.nodes:
+            # A getitem has no variable: its source has the strategies. Nor has what returns no tensor.
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
-            if node not in self.kernels:
+            if node not in self.kernels:  # else `options` is taken from ``like``
                 self.options[node] = self._options(node)
             options = self.options[node]
             self.variable[node] = self.builder.add_variable(self._costs(node, options), self._memory(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> Table:
         """Returns the predicted seconds on a rank for each of ``options``, the strategies of ``node``."""
-        costs = np.zeros(len(options))
-        if node.target is ops.tag:
+        costs = np.zeros(len(options))  # of inputs, and of ops without a rule
+        if node.target is ops.tag:  # the reshard from the layout in which it is produced to the pinned one
             item = ir.value(node).itemsize
             costs = np.array([redistribute.seconds(o.operands[0], o.results[0], item, self.cost) for o in options])
         elif node in self.kernels:
@@ -217,6 +223,7 @@ class LayoutProblem:
             return (Strategy((), (self.outside.fixed[node],)),)
         if node.op != "call_function":
             return (Strategy((), tuple(Layout.whole(self.mesh, v.shape) for v in ir.info(node).tensors)),)
+        # A tag and a pad add no choice: one strategy for each layout that their operand may have.
         if node.target is ops.tag:
             bases = dict.fromkeys(self._produced(*slot_of(node.args[0])))
             return tuple(Strategy((b,), (self.problem.pin_layout(node.kwargs["name"], b)[0],)) for b in bases)
@@ -242,11 +249,11 @@ class LayoutProblem:
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):
             return ()
-        whole = [f or Layout.whole(self.mesh, ir.value(x).shape) for f, x in zip(fixed, operands, strict=True)]
+        layouts = [f or Layout.whole(self.mesh, ir.value(x).shape) for f, x in zip(fixed, operands, strict=True)]
         # Of an op with a `Routed`, only those in ``combined`` are sure to be as the plan requires.
         have = set(combined)
         return (
-            tuple(strategy for strategy in strategies(spec, whole) if strategy not in have)
+            tuple(strategy for strategy in strategies(spec, layouts) if strategy not in have)
             if spec.routed is None
             else ()
         )
@@ -266,6 +273,7 @@ class LayoutProblem:
         layouts.
         """
         uses: dict[Slot, list[Use]] = {}
+        # Three kinds of use: by an op, as an output in a layout that is not chosen, and those of subclasses.
         for node in self.graph.nodes:
             if node.target is getitem or node not in self.variable or node in self.outside.fixed:
                 continue
@@ -273,6 +281,7 @@ class LayoutProblem:
                 needs = tuple(option.operands[at] for option in self.options[node])
                 uses.setdefault(slot_of(operand), []).append(Use(self.variable[node], needs, self.weights.of(node)))
         for node, layout in self.outside.wanted.items():
+            # A reshard of a parameter's gradient is its reduction, which may overlap with compute.
             weight = self.weights.reduce if node in self.outside.grads else 1.0
             uses.setdefault(slot_of(node), []).append(Use(None, (layout,), weight * self.weights.of(node)))
         for node, use in self._extra_uses():
@@ -289,6 +298,7 @@ class LayoutProblem:
         """Returns whether result ``index`` of ``maker``, an op of forward, is saved: it has its own memory, and
         backward reads it or a view of it.
         """
+        # What has no traffic is a view and has no memory of its own.
         if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.traffic:
             return False
         readers = [u for u in maker.users if u.target is not getitem]
@@ -327,10 +337,10 @@ class Outside:
 
 def _outside(problem: Problem, graph: fx.Graph) -> Outside:
     """Returns the `Outside` of a graph: the layouts of inputs and pins, and those of outputs and tangents as `Greedy`
-    chooses them on a copy of the graph.
+    chooses them on a copy of the graph, since it writes on its nodes.
     """
     copy = ir.copied(graph)
-    twins = dict(zip(graph.nodes, copy.nodes, strict=True))
+    twins = dict(zip(graph.nodes, copy.nodes, strict=True))  # node -> its copy
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a view turns", ShardcWarning)  # about layouts that are not used
         greedy_wanted = Greedy()(problem, copy)
@@ -407,11 +417,12 @@ class OpenLayoutProblem(LayoutProblem):
         for node in ir.placeholders(self.graph):
             role = ir.role(node)
             if role.kind == "param" and self.free.params(ir.info(node).name, ir.layout(node)):
-                self.storages[node] = []
+                self.storages[node] = []  # filled by `_options`, when its compute layouts are enumerated
             elif role.kind == "input" and self.free.batch and ir.is_tensor(node) and not ir.layout(node).axes:
                 self.rows[node] = [_split_over_batch(ir.layout(node), axes) for axes in self.free.batch]
         self.results: dict[fx.Node, list[Layout]] = {}
         if self.free.batch:
+            # Sizes of the inputs' dim 0: an output whose dim 0 has one of them is taken to have the batch there, too.
             self._tied_outputs({ir.value(node).shape[0] for node in self.rows if ir.value(node).shape})
         for node in (*self.storages, *self.rows):
             del self.outside.fixed[node]
@@ -435,8 +446,9 @@ class OpenLayoutProblem(LayoutProblem):
                 is_batch = bool(whole.shape) and whole.shape[0] in sizes
                 by_index[role.index] = [_split_over_batch(whole, axes if is_batch else ()) for axes in self.free.batch]
                 self.results[node] = by_index[role.index]
-                self.outside.wanted.pop(node, None)
-        # Along an axis that splits only other outputs, the tangent of an output is one term on each rank.
+                self.outside.wanted.pop(node, None)  # no longer fixed: it follows the choice
+        # Along an axis that splits only other outputs, the tangent of an output is one term on each rank: a partial
+        # sum (or mean). ``split``: for each choice, the axes that split any output.
         op = "avg" if self.problem.reduce == "mean" else "sum"
         split = [{a for layouts in by_index.values() for a in layouts[at].bound} for at in range(len(self.free.batch))]
         ranks = self.mesh.untimed.axes
@@ -468,7 +480,7 @@ class OpenLayoutProblem(LayoutProblem):
         """
         if node not in self.storages:
             return super()._costs(node, options)
-        item = max(ir.value(x).itemsize for x in gathered(node) or (node,))
+        item = max(ir.value(x).itemsize for x in gathered(node) or (node,))  # a cast before the gather makes it cheaper
         gathers = [prices((storage,), (compute,), item, self.cost)[0, 0] for compute, storage in self.storages[node]]
         return self.weights.of(node) * self.weights.gather * GATHERS * np.array(gathers)
 
@@ -483,12 +495,13 @@ class OpenLayoutProblem(LayoutProblem):
 
     def _computes(self, node: fx.Node) -> list[Layout]:
         """Returns a parameter's possible compute layouts; none is split over axes that are for storage only."""
-        if ir.layout(node).axes:
+        if ir.layout(node).axes:  # the plan splits it
             return [ir.layout(node)]
         choices = []
         # For each axis, None (it splits nothing) or one split over the whole axis.
         for closure in self.closures:
             layouts = closure.layouts.get((node, 0), {}) if closure.axis not in self.free.over else {}
+            # An axis with ":" is a part of one ("tp:1x2").
             choices.append([None, *(x for x in layouts if not x.partial and not any(":" in a for a in x.bound))])
         out: dict[Layout, None] = {}
         for choice in product(*choices):
@@ -510,16 +523,20 @@ class OpenLayoutProblem(LayoutProblem):
     def _finish(self) -> None:
         """Adds pair costs of inf that forbid an input to be split over other axes than the chosen batch axes."""
         for node in self.rows:
+            # Label k of either variable is choice k of batch axes: any pair but (k, k) is forbidden.
             tie = np.where(np.eye(len(self.free.batch), dtype=bool), 0.0, np.inf)
             self.builder.pairs.append((self.batch_variable, self.variable[node], tie))
 
 
 def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
-    """Returns the layout that combines the single-axis layouts ``alone`` of one tensor; None if they clash."""
+    """Returns the layout that combines the layouts ``alone`` of one tensor, each split over a single axis; None if they
+    clash. ``whole``: the layout that splits nothing.
+    """
     dims = list(whole.dims)
     for layout in alone:
         for dim, digits in enumerate(layout.dims):
             if any(d.axis is not None for d in digits):
+                # At other digits of the dim than the axes before, or else inside of their shards.
                 joint = merge(whole.mesh, dims[dim], digits) or nested(whole.mesh, dims[dim], digits)
                 if joint is None:
                     return None
@@ -529,7 +546,7 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
 
 def _split_over_batch(layout: Layout, axes: Sequence[str]) -> Layout:
     """Returns ``layout`` with dim 0 split over ``axes``; ``layout`` itself if their sizes do not divide dim 0."""
-    split: Layout | None = layout
+    split: Layout | None = layout  # None: the axes so far do not divide dim 0
     for axis in axes:
         split = split.split(0, axis) if split is not None and layout.ndim else split
     return split or layout

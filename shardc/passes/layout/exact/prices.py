@@ -49,18 +49,22 @@ class Traffic:
 
 
 def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
-    """Returns op -> its memory traffic, for a graph at global shapes; views have no entry."""
+    """Returns op -> its memory traffic, for a graph at global shapes; views have no entry.
+
+    Ops are divided into runs, each of which becomes one kernel. A value has traffic only if it crosses from one run to
+    another.
+    """
     runs: dict[fx.Node, int] = {}  # op -> number of the run that computes it
-    roots: dict[fx.Node, fx.Node] = {}
-    readers: dict[fx.Node, set[int]] = {}
-    order: list[tuple[fx.Node, int]] = []
+    roots: dict[fx.Node, fx.Node] = {}  # value -> the value whose memory it has, for a view that of its source
+    readers: dict[fx.Node, set[int]] = {}  # value with memory -> the runs that read it
+    order: list[tuple[fx.Node, int]] = []  # (op, number of its run)
     run, phase, after_dense = 0, "", True
     for node in graph.nodes:
         if node.op != "call_function":
             if node.op == "output":
                 for _, x in ir.outputs(graph):
                     if isinstance(x, fx.Node):
-                        # -1: read by the output
+                        # -1: read by the output, which is no run but needs the value in memory
                         readers.setdefault(roots[x], set()).add(-1)
             roots[node] = node
             continue
@@ -132,11 +136,12 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     not only by a slice.
     """
     parts, codes = _part_codes(have[0].mesh, (*have, *want))
+    # Arrays [have, want, part]: what a layout does with an axis part before the reshard and after it.
     source, target = codes[: len(have), None], codes[None, len(have) :]
     changed, axes = source != target, [split_part(part)[0] for part in parts]
-    masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]
+    masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]  # the parts of each axis
     by_axis = np.stack([changed[:, :, mask].any(axis=2) for mask in masks] or [np.zeros(changed.shape[:2], bool)])
-    moved = (changed & (source != 0)).any(axis=2)
+    moved = (changed & (source != 0)).any(axis=2)  # from replicated (0), a change is a slice
     is_one: Table = np.equal(by_axis.sum(axis=0), 1) & moved
     return is_one
 
@@ -146,6 +151,7 @@ def _seconds_by_any_way(layouts: tuple[Layout, ...], itemsize: int, cost: Pricin
     of others of them, whichever is cheapest.
     """
     table = _direct_seconds(layouts, itemsize, cost)
+    # Floyd's shortest paths: after each turn, paths may lead over the layouts up to ``middle``.
     for middle in range(len(layouts)):
         np.minimum(table, table[:, middle, None] + table[None, middle], out=table)
     return table
@@ -175,6 +181,7 @@ def _direct_seconds(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -
     keys = [numel[rows], _clashing_pairs(layouts)[rows, columns], *(mask[rows, columns] for mask in masks.values())]
     distinct, inverse = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
     seconds = []
+    # ``start``: elements per rank before the reshard; ``changed``: for each kind, the bits of the parts that change.
     for start, clash, *changed in distinct.tolist():
         changes = [
             (kind, tuple(p for k, p in enumerate(parts) if mask >> k & 1))
@@ -183,6 +190,7 @@ def _direct_seconds(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -
         ]
         if clash and changes[0][0] == _EXCHANGE:  # no common refinement: gathered, then sliced
             changes = [(_GATHER, changes[0][1]), (_SLICE, changes[0][1])]
+        # What is gathered has to be gathered before it is sliced; other changes are independent.
         orders = [changes] if _GATHER in dict(changes) else permutations(changes)
         seconds.append(min(_sequence_seconds(mesh, order, start, itemsize, cost) for order in orders))
     if len(rows):
@@ -199,6 +207,7 @@ def _sequence_seconds(
     total = 0.0
     for kind, over in steps:
         ranks = prod(map(mesh.size, over))
+        # An all-reduce or an all-to-all leaves the number of elements per rank as it is.
         after = before * ranks if kind == _GATHER else before // ranks if kind in (_SLICE, _SCATTER) else before
         total += step_seconds(_KINDS[kind], mesh, over, before, after, itemsize, cost)
         before = after
@@ -211,6 +220,7 @@ def _clashing_pairs(layouts: Sequence[Layout]) -> Table:
     """
     out = np.zeros((len(layouts), len(layouts)), dtype=bool)
     for dims in zip(*(layout.dims for layout in layouts), strict=True):
+        # Many layouts split a dim in the same way: compare each two ways once, then spread the result to the layouts.
         index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
         table = np.array([[_clash(layouts[0].mesh, first, second) for second in index] for first in index])
         place = np.array([index[digits] for digits in dims])
@@ -230,6 +240,7 @@ def _part_codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table
 
     A code is 0 for replicated, negative for a pending reduction, and positive for a split, equal for equal places.
     """
+    # Axes are cut into parts that are as small as the finest use of the axis in any of the layouts.
     cuts = mesh.edges([axis for layout in layouts for axis in layout.axes])
     locations = [located(layout, cuts) for layout in layouts]
     parts = sorted({part for location in locations for part in location}, key=mesh.order)
@@ -238,6 +249,7 @@ def _part_codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table
     for row, location in enumerate(locations):
         for column, part in enumerate(parts):
             at = location.get(part, WHOLE)
+            # A split is identified by dim and stride, as a part's size is the same everywhere.
             codes[row, column] = places.setdefault(at[:2], len(places) + 1) if isinstance(at, Place) else at
     return parts, codes
 
@@ -246,7 +258,7 @@ def _change_kinds(codes: Table) -> Table:
     """Returns an array [from, to, part]: the kind of collective that changes one layout to another along an axis part.
 
     Args:
-        codes: code of each layout and part, as from `_part_codes`.
+        codes: code of each layout and part, as from `_part_codes`: 0 replicated, < 0 partial, > 0 split.
     """
     source, target = codes[:, None], codes[None, :]
     changes = {
@@ -257,5 +269,6 @@ def _change_kinds(codes: Table) -> Table:
         _REDUCE: (source < 0) & (target == 0),
         _EXCHANGE: (source > 0) & (target > 0),
     }
-    kinds: Table = np.select(list(changes.values()), list(changes), default=_NEVER)  # the first that holds
+    # The first kind whose condition holds; no reshard leads to a partial sum, unless it is there before (_NEVER).
+    kinds: Table = np.select(list(changes.values()), list(changes), default=_NEVER)
     return kinds

@@ -125,10 +125,12 @@ def _value_costs(
     Each of ``uses`` is (layout that each of its labels needs, weight of its seconds).
     """
     layouts = tuple(dict.fromkeys(produced))
+    # Any fixed order of all layouts.
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
     # In one order, so that uses with equal needs share an entry of the cache.
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
     label_layouts, costs, tables = _label_costs(layouts, wanted, itemsize, cost)
+    # The tables have a column for each distinct layout: that of each label of the use, which may need equal ones.
     columns = (
         _indices(needs, {x: at for at, x in enumerate(some)})
         for (needs, _), (some, _) in zip(uses, wanted, strict=True)
@@ -141,15 +143,17 @@ def _label_costs(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Layout, ...], Table, tuple[tuple[Table, Table], ...]]:
     """Returns, of the labels of a value, (the layout in which each produces the value, seconds of each, tables of costs
-    for each use). ``layouts``: the distinct layouts in which the value may be produced.
+    for each use). ``layouts``: the distinct layouts in which the value may be produced; ``uses``: (distinct layouts
+    that the use may need, weight of its seconds) of each.
 
-    The tables of a use are the seconds [class of labels, needed layout] and the class of each label: labels of one
-    class cost the use the same.
+    A label is a produced layout with some needed layouts that several uses share (`_shared_reshards`). The tables of a
+    use are the seconds [class of labels, needed layout] and the class of each label: labels of one class cost the use
+    the same.
     """
     wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
-    weight = max((w for _, w in uses), default=1.0)
+    weight = max((w for _, w in uses), default=1.0)  # that of a shared reshard
     rows, shared = _shared_reshards(
         one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column
     )
@@ -162,10 +166,11 @@ def _label_costs(
     tables = {}  # equal uses share one
     for needs, w in dict.fromkeys(uses):
         some = {column[x] for x in needs}
-        seen: dict[tuple[int, ...], int] = {}
+        seen: dict[tuple[int, ...], int] = {}  # key of a class -> its number
+        # Labels with one produced layout and the same shared layouts, of those that this use may need, form a class.
         keys = ((r, *(s for s in columns if s in some)) for r, columns in zip(rows, shared, strict=True))
         classes = np.array([seen.setdefault(key, len(seen)) for key in keys])
-        _, first = np.unique(classes, return_index=True)
+        _, first = np.unique(classes, return_index=True)  # one label of each class
         tables[needs, w] = w * full[np.ix_(first, _indices(needs, column))], classes
     return tuple(layouts[row] for row in rows), costs, tuple(tables[use] for use in uses)
 
@@ -188,7 +193,7 @@ def _shared_reshards(
         uses: the layouts that each use may need.
         column: needed layout -> its column in ``moves``.
     """
-    count = np.zeros(len(column), dtype=int)
+    count = np.zeros(len(column), dtype=int)  # for each needed layout, the uses that may need it
     for needs in uses:
         count[sorted({column[x] for x in needs})] += 1
     worth = moves & (count > 1)
@@ -199,7 +204,7 @@ def _shared_reshards(
         columns = np.nonzero(worth[row])[0].tolist()
         # Pairs of shared layouts only as long as they do not make too many labels.
         few = most if len(worth) * len(columns) ** 2 < 2 * SHARED else min(most, 1)
-        for size in range(few + 1):
+        for size in range(few + 1):  # 0: the label that shares nothing
             for some in combinations(columns, size):
                 rows.append(row)
                 shared.append(list(some))
@@ -216,9 +221,10 @@ def kernel_seconds(
     if spec is None:
         return np.zeros(len(strategies))
     work = Work.of(call_of(node))
-    dtypes = work.dtypes
+    dtypes = work.dtypes  # of the operands, then of the results
     out = []
     for strategy in strategies:
+        # Bytes between memory and the chip; fused operands stay in registers and count nothing.
         moved = sum(strategy.operands[at].local_numel * dtypes[at].itemsize for at in traffic.reads)
         if traffic.writes:
             results = zip(strategy.results, dtypes[len(strategy.operands) :], strict=True)
@@ -227,5 +233,6 @@ def kernel_seconds(
             computed = cost.compute_seconds(operations(spec, strategy), moved, dtypes[0], work.attention)
             out.append(with_sending(spec, strategy.operands, work, cost, computed))
         else:
-            out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel
+            # Part of a fused kernel: without the fixed seconds of a kernel, which remain for 0 bytes.
+            out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))
     return np.array(out)
