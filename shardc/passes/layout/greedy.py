@@ -62,18 +62,18 @@ class _Sweep:
         """Chooses a layout for every value and the needs of every op (the layouts of its operands). Returns output ->
         the layout in which it leaves the graph.
         """
-        has_tangents = False
+        has_tangents = False  # whether tangents have layouts
         grad_ops: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "output":
-                if not has_tangents:
+                if not has_tangents:  # a graph without backward ops
                     self.wanted |= self._forward_outputs()
                 for leaf in grad_ops:
                     self._choose(leaf)
                 self.wanted |= self._grad_outputs()
             elif node.op == "placeholder":
                 if ir.role(node).kind == "param":
-                    self.pinned.add(node)
+                    self.pinned.add(node)  # inputs and tangents may be resharded at their price
             elif node.op == "call_function":
                 # Backward reads tangents, whose layouts follow from those of the outputs.
                 if not has_tangents and ir.info(node).origin.phase == "backward":
@@ -99,7 +99,7 @@ class _Sweep:
             source = ir.layout(node.args[0])
             pin(self.problem, node, source)
             self._demand(node.args[0], source)
-        elif node.target in (ops.reshard, ops.unpad):
+        elif node.target in (ops.reshard, ops.unpad):  # of a parameter, in its compute layout, by `Seed`
             self.pinned.add(node)
         elif node.target is ops.pad:
             self._decide(node, padded(node, ir.layout(node.args[0])))
@@ -123,11 +123,12 @@ class _Sweep:
         pins = tuple(x in self.pinned for x in operands)
         have = tuple(self._layouts_at_no_cost(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
+        # An op on the way to a parameter's gradient is also priced by the reduction of that gradient at the end.
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
         options = priced(spec, layouts, have, pins, Work.of(call), grad, self.cost)
         _, chosen = min(options, key=itemgetter(0))  # on a tie the first
         self._decide(node, chosen)
-        if node.target in function_ops.OPS.values():
+        if node.target in function_ops.OPS.values():  # cond, scan, while_loop
             used = {axis for layout in chosen.operands for axis in layout.bound}
             self._warn_whole(node, {axis for layout in layouts for axis in layout.bound} - used)
         if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
@@ -148,6 +149,7 @@ class _Sweep:
         """
         if layout in self.demanded.get(node, ()):
             return
+        # Sets are immutable, as `priced` is memoised by them.
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
         if (spec := move_of(node)) is not None and (back := from_results(spec, layout)) is not None:
             self._demand(node.args[0], back.operands[0])
@@ -157,8 +159,9 @@ class _Sweep:
         it, or the value that it is a view of, in these layouts.
         """
         wanted = self.demanded.get(node, frozenset())
-        if (spec := move_of(node)) is None:
+        if (spec := move_of(node)) is None:  # no view
             return wanted
+        # A view of a resharded source is this value, resharded; `infer` returns a text if the view does not allow it.
         moved = (infer(spec, [layout]) for layout in self._layouts_at_no_cost(node.args[0]))
         return wanted | {results[0] for results in moved if not isinstance(results, str)}
 
@@ -170,6 +173,7 @@ class _Sweep:
             have, want: layout of the operand, and the layout that the view needs.
             spec: the view's factors.
         """
+        # `project` drops the axes that cross the border of two factors of the view: their sizes do not divide.
         carried = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
         lost = [axis for axis in have.bound if axis not in carried and axis in self.mesh and axis not in want.bound]
         moved = redistribute.wire_bytes(have, want, ir.value(node).itemsize, self.cost)
@@ -189,8 +193,9 @@ class _Sweep:
         warnings.warn(str(error), ShardcWarning, stacklevel=2)
 
     def _warn_whole(self, node: fx.Node, axes: Collection[str] | None = None) -> None:
-        """Warns that an op has no rule and is computed whole on every rank, or that its functions cannot be split over
-        ``axes``; raises RuleError instead if ``strict``. There is no warning if nothing is gathered for the op.
+        """Warns that an op has no rule and is computed whole on every rank (``axes`` is None), or that its functions
+        cannot be split over ``axes``; raises RuleError instead if ``strict``. If nothing is gathered for the op, there
+        is no warning.
         """
         record = ir.info(node)
         gathered = [
@@ -218,19 +223,19 @@ class _Sweep:
         It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An output
         stays split over batch axes only, unless the plan says otherwise.
         """
-        split: set[str] = set()
+        split: set[str] = set()  # axes that split any output
         layouts: dict[int, Layout] = {}  # by index of the output
         wanted: dict[fx.Node, Layout] = {}
         for role, node in ir.outputs(self.graph):
             if not isinstance(node, fx.Node) or role.kind == "grad":
                 continue
-            natural = ir.layout(node).without_partial()
+            natural = ir.layout(node).without_partial()  # pending reductions are done before an output leaves
             if role.kind == "output":
                 keep = natural.unbind(a for a in natural.bound if a not in self.problem.batch_axes)
                 layout, _ = self.problem.output_layout(role.index, role.name, keep)
                 layouts[role.index] = layout
                 split.update(layout.bound)
-            else:
+            else:  # not a result of the model, such as a buffer's new value: each rank gets all of it
                 layout = Layout.whole(self.mesh, ir.value(node).shape)
             wanted[node] = layout
         # Along an axis that splits only other outputs, the tangent of an output is one term on each rank.
@@ -255,7 +260,7 @@ class _Sweep:
             if role.kind != "grad" or not isinstance(node, fx.Node):
                 continue
             stored = self.problem.grad_layouts.get(role.name)
-            if stored is None:
+            if stored is None:  # the gradient of an input
                 wanted[node] = inputs[role.index]
             else:
                 wanted[node] = self.problem.deferred.layout(role.name, stored, ir.layout(node)) or stored
@@ -271,7 +276,7 @@ class _Sweep:
             needs = ir.info(node).needs if node.op == "call_function" else None
             if needs is None or node.target is ops.pad or not ir.is_tensor(node):
                 continue
-            target = self._wanted_slice(node)
+            target = self._wanted_slice(node)  # the layout of the slice
             call = call_of(node)
             spec, work = spec_of(call), Work.of(call)
             if target is None or spec is None:
@@ -281,6 +286,7 @@ class _Sweep:
                 continue
             operands, itemsize = operands_of(node), ir.value(node).itemsize
             now = Strategy(needs, (ir.layout(node),))
+            # Seconds that the step becomes shorter: in reshards of operands, in those of the result, in compute.
             saved = self._reshard_seconds(operands, needs) - self._reshard_seconds(operands, sliced.operands)
             saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # its uses do not reshard
             saved += compute_seconds(spec, now, work, self.cost)
@@ -325,7 +331,7 @@ class _Sweep:
         """
         out = []
         for user in node.users:
-            if user.target is ops.reshard and ir.layout(user) != target:
+            if user.target is ops.reshard and ir.layout(user) != target:  # a tag, pinned to another layout
                 return None
             needs = None if user.op == "output" else ir.info(user).needs
             if needs is None or target in [w for x, w in zip(operands_of(user), needs, strict=True) if x is node]:
@@ -338,6 +344,7 @@ class _Sweep:
             fitting = [s for s in strategies(spec, layouts) if s.operands == layouts]
             if not fitting:
                 return None
+            # The user's result changes, too; at most, it is resharded to the layout that it has now.
             current, itemsize = ir.layout(user), ir.value(user).itemsize
             price = redistribute.seconds(fitting[0].results[0], current, itemsize, self.cost)
             out.append((user, fitting[0], price))
@@ -381,6 +388,7 @@ def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Nod
         if role.kind == "grad" and isinstance(node, fx.Node)
     }
     out: dict[fx.Node, Layout | None] = {}
+    # From the outputs back: a node is in ``out`` if its only user is.
     for node in reversed(graph.nodes):
         if node.op != "call_function" or len(node.users) != 1 or not ir.is_tensor(node):
             continue
@@ -395,6 +403,7 @@ def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Nod
         elif user in out and hasattr(user.target, "_schema"):
             spec = spec_of(call_of(user))
             positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)
+            # Only a linear op passes on a partial sum, so that the reduction can wait until the gradient is complete.
             if spec is None or not (any(positions <= s for s in spec.linear) or carries(spec, "sum", positions)):
                 continue
             target = out[user]

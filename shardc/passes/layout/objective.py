@@ -48,6 +48,8 @@ class Objective:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter, graph = GraphRewriter(gm.graph), gm.graph
         tangents = ir.placeholders(graph, "tangent")
+        # Along an axis that splits an output, each tangent is split or partial, and ranks have different losses.
+        # Along other axes they share one loss.
         axes = {axis for node in tangents for axis in (*ir.layout(node).bound, *dict(ir.layout(node).partial))}
         losses = [axis for axis in self.batch_axes if axis in axes and self.own_losses]
         for tangent in tangents:
@@ -87,6 +89,8 @@ def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
     """Returns the factor that turns an input's gradient of the objective into a gradient of this rank's own loss;
     ``losses``: the axes along which ranks have different losses.
     """
+    # Mean: tangents were divided by the number of ranks, which is undone for a split input. Sum: the gradient of a
+    # replicated input is divided, so that its sum over the ranks is the gradient.
     size = _size(layout, [axis for axis in losses if (axis in layout.bound) == (reduce == "mean")])
     return size if reduce == "mean" else 1 / size
 

@@ -82,6 +82,7 @@ class Propagate:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         wanted = self.chooser(self.problem, gm.graph)
+        # A chooser writes on nodes; the layouts in which outputs leave are recorded in their roles, for `Reshard`.
         ir.output_node(gm.graph).meta[ir.ROLES] = tuple(
             replace(role, layout=wanted[node]) if isinstance(node, fx.Node) else role
             for role, node in ir.outputs(gm.graph)
@@ -96,6 +97,7 @@ def decide(node: fx.Node, strategy: Strategy) -> None:
     """Writes ``strategy`` on ``node``: the layouts that it needs of its operands, and those of its results."""
     record = replace(ir.info(node), needs=strategy.operands)
     if isinstance(record.value, tuple):
+        # A strategy has layouts of tensors only; other results are None.
         results = iter(strategy.results)
         ir.set_info(node, record.at(tuple(None if v is None else next(results) for v in record.value)))
     else:
@@ -124,4 +126,5 @@ def padded(node: fx.Node, source: Layout) -> Strategy:
     """Returns the strategy of a ``pad`` whose operand has layout ``source``: the dim that grows is replicated."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     base = source.unbind(source.dim_axes(dim))
+    # A `Digit` without an axis: the dim at its new size, split by nothing.
     return Strategy((base,), (base.replace(dims=[*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]),))

@@ -29,7 +29,7 @@ class Reshard:
     requires = ("propagate",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}  # (value, layout) -> the reshard, for all later uses
         rewriter = GraphRewriter(gm.graph)
 
         def resharded(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:

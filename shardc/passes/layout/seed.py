@@ -64,7 +64,7 @@ class Seed:
             if node.target is ops.tag and node.kwargs["name"] not in self.pinned:
                 rewriter.replace(node, node.args[0])
         mark_saves(graph, self.saves)
-        order = {node: at for at, node in enumerate(graph.nodes)}
+        order = {node: at for at, node in enumerate(graph.nodes)}  # position of each node
         inputs = iter(self.inputs)
         for node in ir.placeholders(graph):
             record = ir.info(node)
@@ -87,14 +87,15 @@ class Seed:
         use (None: it has no use).
         """
         record = ir.info(node)
-        seeded = self.params[record.name]
+        seeded = self.params[record.name]  # its plan
         _check_experts(node, seeded)
         origin = replace(record.origin, cause=seeded.storage_cause)
         dtype, shape = ir.value(node).dtype, ir.value(node).shape
         ir.set_info(node, replace(record, value=Value(dtype, seeded.storage.shape, seeded.storage), origin=origin))
-        if seeded.storage.shape != shape:
+        if seeded.storage.shape != shape:  # storage is padded, and the placeholder stands for storage
             node.meta["val"] = node.meta["val"].new_empty(seeded.storage.shape)
-        for source, users in gathered(node, seeded.storage.shape != shape).items() if before is not None else ():
+        is_padded = seeded.storage.shape != shape
+        for source, users in gathered(node, is_padded).items() if before is not None else ():
             self._gather(rewriter, node, source, users, seeded, shape, before)
 
     def _gather(
@@ -114,6 +115,7 @@ class Seed:
         on_shards = [] if source is node else [source, *_float8_magnitudes(source)]
         for x in on_shards:
             _set_shape(x, stored)
+        # ``last`` is the newest node of the chain: reshards at the stored (padded) sizes, then an unpad for each dim.
         padded, last, current = _repad(seeded.compute, stored), source, seeded.storage
         at = before if source is node else source.next
         # A dim that compute splits, but cannot divide, is gathered at padded sizes first (`ParamPlan.split`).
@@ -134,13 +136,14 @@ class Seed:
         output = ir.output_node(rewriter.graph)
 
         def stored(role: ir.Role, grad: fx.Node) -> fx.Node:
+            """Returns the output ``grad``, padded if it is the gradient of a padded parameter."""
             if role.kind != "grad" or role.name not in self.params:
                 return grad
             if grad.target is not CAST or len(grad.users) != 1:
                 return self._padded(rewriter, grad, output, role.name)
             source = grad.args[0]
             padded = self._padded(rewriter, source, grad, role.name)
-            if padded is not source:  # the cast stays last
+            if padded is not source:  # the cast stays last, where `Precision` expects autograd's cast
                 grad.args = (padded,)
                 _set_shape(grad, ir.value(padded).shape)
             return grad
@@ -168,12 +171,14 @@ def _set_shape(node: fx.Node, shape: tuple[int, ...]) -> None:
 def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
     """Raises PlanError if ``plan`` splits the weights of experts along another dim than that of the experts (dim 0)."""
     casts = [user for user in param.users if user.target is CAST]
+    # The op over all experts that reads the parameter, at once or through a cast.
     call = next((user for x in (param, *casts) for user in x.users if user.target is expert_ops.CALL), None)
     layout = plan.split or plan.compute  # `split`: the compute layout at padded sizes, if an axis does not divide a dim
     axes = [axis for dim in range(1, layout.ndim) for axis in layout.dim_axes(dim)]
     if call is None or not axes:
         return
     name, over = ir.info(param).name, [*layout.dim_axes(0), *axes]
+    # The plan entry that the error proposes, with all axes on dim 0: "_@(ep,tp), _, _".
     spec = ", ".join([f"_@({','.join(over)})" if len(over) > 1 else f"_@{over[0]}", *["_"] * (layout.ndim - 1)])
     raise PlanError(
         f"parameter {name!r} has the weights of experts, and {layout} splits each of them over {', '.join(axes)}",
@@ -191,9 +196,11 @@ def gathered(param: fx.Node, padded: bool = False) -> dict[fx.Node, list[fx.Node
 
     Float8 forms are quantised on shards. If ``padded``, a form with a scale for each row or column is not gathered.
     """
+    # The second argument of a form has the maxima for its scales; that for the whole matrix has no dims.
     forms = [user for user in param.users if user.target is QUANTISE and not (padded and ir.value(user.args[1]).shape)]
     of_shard = {*forms, *(x for form in forms for x in _float8_magnitudes(form))}
     others = [user for user in param.users if user not in of_shard]
+    # Behind a cast to a smaller dtype there are fewer bytes to gather.
     source = others[0] if len(others) == 1 and _narrows(others[0]) else param
     rest = {} if not others else {source: others if source is param else list(source.users)}
     return {form: list(form.users) for form in forms} | rest
@@ -205,13 +212,14 @@ def _float8_magnitudes(form: fx.Node) -> tuple[fx.Node, ...]:
     """
     if form.target is not QUANTISE:
         return ()
+    # quantise(x, amax(abs(x))), for scales of blocks quantise(x, amax(view(abs(x)))).
     magnitudes = form.args[1].args[0]
     return (magnitudes.args[0] if magnitudes.target in RESHAPES else magnitudes,)
 
 
 def _narrows(cast: fx.Node) -> bool:
     """Returns whether a node is a cast to a smaller dtype."""
-    is_cast = cast.target is CAST and set(cast.kwargs) == {"dtype"}
+    is_cast = cast.target is CAST and set(cast.kwargs) == {"dtype"}  # it changes neither device nor memory format
     return is_cast and ir.value(cast).itemsize < ir.value(cast.args[0]).itemsize
 
 

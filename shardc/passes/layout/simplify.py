@@ -42,7 +42,7 @@ class Simplify:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _share_before_moves(gm.graph)
-        reshards: dict[fx.Node, list[fx.Node]] = {}
+        reshards: dict[fx.Node, list[fx.Node]] = {}  # value -> its reshards so far
         rewriter = GraphRewriter(gm.graph)
         for node in list(gm.graph.nodes):
             if node.target is ops.reshard:
@@ -58,6 +58,7 @@ class Simplify:
             reshards: value -> its reshards so far, updated.
         """
         source = node.args[0]
+        # Skip the reshards before it, except one that others read and that therefore remains, or one to partial sums.
         while source.target is ops.reshard and len(source.users) == 1 and not ir.layout(source).partial:
             two_steps = self._seconds(source.args[0], source) + self._seconds(source, node)
             if self._seconds(source.args[0], node) > two_steps:
@@ -84,6 +85,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
     """Replaces equal reshards of several views of one value by a single reshard of the value. The views then read that
     reshard.
     """
+    # (source of the views, its layout that a reshard needs) -> (reshard, the views before it with their new layouts).
     groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[tuple[fx.Node, Layout]]]]] = {}
     for node in graph.nodes:
         if node.target is ops.reshard:
@@ -92,14 +94,15 @@ def _share_before_moves(graph: fx.Graph) -> None:
     rewriter = GraphRewriter(graph)
     replaced: dict[fx.Node, fx.Node] = {}
     for (root, layout), members in groups.items():
-        if len(members) < 2:
+        if len(members) < 2:  # nothing to share
             continue
-        first = members[0][0]
+        first = members[0][0]  # in graph order: the shared reshard stands before all that read it
         root = replaced.get(root, root)  # this group may start from a reshard of another group
         record = replace(ir.info(root), origin=ir.info(first).origin)
         place = Inserter(rewriter, first, record, "at")
         shared = place.typed(replace(ir.value(root), layout=layout), ops.reshard, root)
         for node, moves in members:
+            # Copies of the views, on the resharded value; the old views stay for their other users.
             last = shared
             for move, moved_layout in moves:
                 last = rewriter.before(node, like=move).copy(move, {move.args[0]: last})
