@@ -50,7 +50,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
     arguments: Sequence[Any] = node.args
     if kind == "cond":
         predicate, *modules, operands = arguments
-        flat, counts = [predicate, *operands], (0, 0)
+        flat, counts = [predicate, *operands], (0, 0)  # counts: how many operands are carries, and sequences
     elif kind == "scan":
         *modules, carries, xs, rest = arguments
         flat, counts = [*carries, *xs, *rest], (len(carries), len(xs))
@@ -67,12 +67,12 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
         if user.target is getitem and user.args[1] in places:
             user.args = (node, places[user.args[1]])
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
-    before, reverse = list(flat), False
+    before, reverse = list(flat), False  # operands that are replaced below are erased in the end
     if kind == "scan":
         with node.meta["val"][0].fake_mode:
             counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
             reverse = _remove_flips(gm.graph, node, flat, counts)
-        named(graphs[0])
+        named(graphs[0])  # `_hoist` may have changed it
     function = register(Function(kind, graphs, counts, function_flops(kind, graphs)))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name, *([True] if reverse else [])), {}
     for operand in before:
@@ -102,7 +102,7 @@ def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx
     functions_as_ops(gm)
     numbers_as_tensors(gm.graph)
     for inner in list(gm.graph.nodes):
-        if inner.target is _MARKS:
+        if inner.target is _MARKS:  # names a value for the plan, which cannot split what lies in a function
             inner.replace_all_uses_with(inner.args[0])
             gm.graph.erase_node(inner)
         elif inner.op == "get_attr":
@@ -178,14 +178,16 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
             # The sequence repeats one value: this becomes the last operand, the same in all steps.
             operands[:] = [*operands[:at], *operands[at + 1 :], same]
             argument = arguments.pop(at)
-            arguments[-1].append(argument)
+            arguments[-1].append(argument)  # in the step's graph, moves this placeholder behind the last one
             arguments.append(argument)
             sequences -= 1
+    # Values of the step that are the same in all steps -> their node in ``outer``, or the node of the step itself.
     env = dict(zip(arguments[carries + sequences :], operands[carries + sequences :], strict=True))
     results: list[Any] = list(next(iter(reversed(step.nodes))).args[0])
     for node in step.nodes:
         if node.op == "call_function" and all(x in env for x in node.all_input_nodes) and node.all_input_nodes:
             env[node] = node  # can move out of the loop; `_copy_to_outer` replaces it by its copy there
+    # Results that the scan still computes: carries, and those that differ between steps.
     remaining = [at for at, x in enumerate(results) if at < carries or x not in env]
     for user in list(scan.users):
         if user.args[1] in remaining:
@@ -294,6 +296,7 @@ def loop_gradients(gm: fx.GraphModule, decompositions: Mapping[Any, Callable[...
         if any(inner.target in OPS.values() for inner in step.nodes):
             continue
         carries = function.counts[0]
+        # The op runs the loop again (condition, step), and then the gradient of each step.
         graphs = condition, step, _gradient(step, carries, loop, decompositions)
         flops = function_flops("loop_gradient", graphs)
         gradient = Function("loop_gradient", graphs, counts=(len(grads), carries), flops=flops)
@@ -316,6 +319,8 @@ def _gradient(
     Its arguments are the gradients of the step's results, the sums of gradients of the rest so far, the carries before
     the step, and the rest. It returns the gradients of the carries before the step, and the sums with its terms added.
     """
+    # The step's arguments: carries, then the rest. Floating-point ones only have gradients; ``count`` of them are
+    # carries.
     vals: list[Tensor] = [node.meta["val"] for node in step.nodes if node.op == "placeholder"]
     floating = [x.is_floating_point() for x in vals]
     count, run = sum(floating[:carries]), fx.GraphModule({}, ir.copied(step))
@@ -329,7 +334,7 @@ def _gradient(
         """
         grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
 
-        def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:
+        def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:  # the step as a function of these arguments only
             left = iter(inputs)
             results = run(*(next(left) if is_float else x for x, is_float in zip(arguments, floating, strict=True)))
             return tuple(x for x in results if x.is_floating_point())

@@ -78,10 +78,12 @@ class _Lookup:
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
+        # SCATTER(sizes, indices, values) adds values to zeros of these sizes; the other ops take (table, indices, ...).
         scatters = node.target is SCATTER
+        # The table's shape.
         self.table = tuple(map(int, node.args[0])) if scatters else tuple(node.args[0].meta["val"].shape)
         nodes: Sequence[Any] = node.args[1]
-        self.ordered: list[int] = []
+        self.ordered: list[int] = []  # the table's dims that are read in order; none if an index is a mask or missing
         self.plain = bool(nodes) and all(
             isinstance(x, fx.Node) and x.meta["val"].dtype not in (torch.bool, torch.uint8) for x in nodes
         )
@@ -93,21 +95,23 @@ class _Lookup:
         # Of several indices along one dim of the result, only the first reads its dim in order.
         by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
         others = [x for x, in_order in zip(self.indices, by_place, strict=True) if not in_order]
+        # Whether rows read other entries each (``logits[arange(rows), target]``): a ``gather``, not an ``index``.
         self.along = any(x.dims.intersection(all_places) for x in others)
-        if self.along and len(others) > 1:
+        if self.along and len(others) > 1:  # `gather` takes one index only
             # Dims that other indices vary over are then no dims of the table.
             by_place = [
                 in_order and not any(x.place in other.dims for other in self.indices if other is not x)
                 for x, in_order in zip(self.indices, by_place, strict=True)
             ]
             self.along = False
+        # The table's dim -> the dim of the broadcast indices along which it is read in order.
         by_dim = {dim: x.place for dim, x in enumerate(self.indices) if x.place is not None and by_place[dim]}
         self.ordered = sorted(by_dim, key=by_dim.__getitem__)
         self.places = [by_dim[dim] for dim in self.ordered]
-        self.others = [dim for dim in range(len(self.indices)) if dim not in by_dim]
-        self.tail = list(range(len(self.indices), len(self.table)))
+        self.others = [dim for dim in range(len(self.indices)) if dim not in by_dim]  # with another index
+        self.tail = list(range(len(self.indices), len(self.table)))  # without an index
         self.order = [*self.ordered, *self.others, *self.tail]
-        self.rest = [dim for dim in range(len(self.shape)) if dim not in self.places]
+        self.rest = [dim for dim in range(len(self.shape)) if dim not in self.places]  # of the broadcast indices
 
     def insert_read(self) -> fx.Node | None:
         """Inserts ops that replace the lookup; returns the node of the result. None, and no ops, if no dim of the table
@@ -115,8 +119,9 @@ class _Lookup:
         """
         if not self.ordered:
             return None
+        # The table with the dims that are read in order first: the others are indexed for each of their places.
         x = self._call(aten.permute.default, self.node.args[0], self.order)
-        if self.along:
+        if self.along:  # each place reads entries of its own
             return self._in_order(self._call(aten.gather.default, x, len(self.ordered), self._entries()))
         if self.others:
             x = self._call(aten.index.Tensor, x, [*[None] * len(self.ordered), *self._squeezed(self.rest)])
@@ -129,11 +134,13 @@ class _Lookup:
         scatters = self.node.target is SCATTER
         table: Any = None if scatters else self.node.args[0]
         values: Any = self.node.args[2]
-        adds = scatters or self.node.args[3:4] == (True,)
+        adds = scatters or self.node.args[3:4] == (True,)  # ``accumulate``
+        # Shape of the values: the broadcast indices, then the dims without an index.
         whole = (*self.shape, *self.table[len(self.indices) :]) if self.ordered else None
         if whole is None or (scatters and values.meta["val"].shape != whole):
             # The op of flex_attention's gradients is replaced in any case.
             return self._scatter(self.table, self.node.args[1], values) if scatters else None
+        # Along a dim that no index varies over, all values go to one entry.
         varies = frozenset().union(*(x.dims for x in self.indices))
         fixed = [dim for dim in range(len(self.shape)) if dim not in varies]
         if fixed and not adds:
@@ -175,9 +182,10 @@ class _Lookup:
             summed = self._call(aten.sum.dim_IntList, values, fixed, True)
             values = self._call(aten.squeeze.dims, summed, fixed)
         rest = [dim for dim in self.rest if dim not in fixed]
+        # Values in the table's order of dims: read in order, other indices, without an index.
         wanted = [*self.places, *rest, *(dim for dim in dims if dim >= len(self.shape))]
         values = self._call(aten.permute.default, values, [dims.index(dim) for dim in wanted])
-        if self.others:
+        if self.others:  # else every entry is written once, in order
             indices = [*[None] * len(self.ordered), *self._squeezed(rest)]
             table = self._zeros([self.table[dim] for dim in self.order], values) if table is None else table
             return self._call(aten.index_put.default, table, indices, values, adds)
@@ -238,7 +246,7 @@ class _Lookup:
         out = []
         for dim in self.others:
             x = self.indices[dim].node
-            missing = len(self.shape) - x.meta["val"].ndim
+            missing = len(self.shape) - x.meta["val"].ndim  # leading dims, by which broadcasting extends it
             for at in reversed(range(missing, len(self.shape))):
                 if at not in rest:
                     x = self._call(aten.select.int, x, at - missing, 0)
@@ -280,6 +288,7 @@ class _Lookup:
             dim for dim, n in enumerate(sizes) if n > 1 and (strides[dim] != 0 or strided is None)
         ]  # fmt: skip
         arange = base.meta["val"].numel() == size and (self._is_range(base) or self._holds_range(base))
+        # In order: an ``arange`` of the dim's size that varies along one dim, with the stride 1 of the base.
         place = varies[0] if arange and len(varies) == 1 and sizes[varies[0]] == size else None
         if place is not None and (strided is None or strides[place] != 1):
             place = None

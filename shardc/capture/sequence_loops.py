@@ -72,7 +72,9 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def _loops(
     graph: fx.Graph, lengths: Collection[int], decompositions: dict[Any, Callable[..., object]]
 ) -> Iterator[_Loop]:
-    """Yield the unrolled loops in ``graph`` over a whole sequence that can be written as scans."""
+    """Yield the unrolled loops in ``graph`` over a whole sequence that can be written as scans: find calls at equal
+    distances that use its slices in order, cut the calls around them into segments, and check these.
+    """
     by_series: dict[Series, dict[int, list[fx.Node]]] = {}
     for node in graph.nodes:
         for series, at in slices(node):
@@ -90,7 +92,7 @@ def _loops(
                     loop = _Loop(order, segments, decompositions)
                     if loop.matches():
                         yield loop
-                        break
+                        break  # other cuts of these calls overlap this loop
 
 
 def _is_whole_sequence(series: Series, lengths: Collection[int]) -> bool:
@@ -100,6 +102,7 @@ def _is_whole_sequence(series: Series, lengths: Collection[int]) -> bool:
     if isinstance(value_of(series.source), nn.Parameter):  # layers that are stacked, say
         return False
     shape, dim = value_of(series.source).shape, series.dim
+    # A sequence viewed as [pieces, size of a piece]: its length is the product of both dims.
     after = shape[dim + 1] if dim + 1 < len(shape) else 1
     return any(length in (shape[dim], series.count * after) for length in lengths)
 
@@ -147,7 +150,10 @@ class _Order:
     def segments(self, last: int, size: int, steps: int) -> Iterator[list[list[fx.Node]]]:
         """Yield each way to cut calls into ``steps`` adjacent segments of ``size`` calls with equal ops. The last
         segment contains the call at position ``last``.
+
+        The slices tell how far apart the steps are, but not at which call a step begins: all cuts are tried.
         """
+        # The calls in the place of ``last`` in the first segment and in the last.
         keys, begin, end = self._keys, last - size * (steps - 1), last
         # The last segment may end later, as long as ops repeat at this distance.
         while end + 1 < len(keys) and end + 1 < last + size and keys[end + 1] == keys[end + 1 - size]:
@@ -158,7 +164,7 @@ class _Order:
         first = begin
         while first > 0 and begin - first < size and keys[first - 1] == keys[first - 1 + size]:
             first -= 1
-        for stop in range(end + 1, last, -1):
+        for stop in range(end + 1, last, -1):  # the end of the last segment
             start = stop - size * steps
             if start >= first:
                 yield [self.calls[at : at + size] for at in range(start, stop, size)]
@@ -166,9 +172,9 @@ class _Order:
 
 def _key(node: fx.Node) -> object:
     """Return a key of a call. Calls at the same place of two equal segments have equal keys."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: None)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: None)  # operands are compared by `_Loop.matches`
     if node.target is operator.setitem:
-        args = ()
+        args = ()  # its index differs from step to step
     types = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in pytree.tree_leaves(value_of(node))]
     return node.op, node.target, repr(args), repr(kwargs), repr(types)
 
@@ -269,13 +275,16 @@ class _Loop:
         """Return whether ``calls`` (one per segment) assign values that their segments compute to all slices of a
         tensor, in order. If so, adds the series and the number of the computing call to ``writes``.
         """
+        # ``out[index] = value`` of the first segment, and [out, index, value] of the others.
         (out, index, value), *others = ([*call.args] for call in calls)
+        # (segment, index in it) of the call that computes the value; it must be in the first segment.
         number = self.number.get(value) if isinstance(value, fx.Node) else None
         if number is None or number[0] or not isinstance(value_of(out), Tensor) or out in self.number:
             return False
         if not all(x[0] is out and self.number.get(x[2]) == (k, number[1]) for k, x in enumerate(others, 1)):
             return False
         for series, first in indexed(out, index):
+            # The number of the slice that each segment writes.
             numbers = [first, *(dict(indexed(out, x[1])).get(series) for x in others)]
             if numbers == [*range(series.count)] and series.count == len(self.segments) and not series.rest:
                 self.writes.append((series, number[1]))
@@ -290,7 +299,7 @@ class _Loop:
         ``at`` to all users outside of the loop. Adds a ``stack`` or ``cat`` of all its values to ``collected``, and
         ``at`` to ``last`` if the last step's value alone is used.
         """
-        outside: dict[fx.Node, list[int]] = {}
+        outside: dict[fx.Node, list[int]] = {}  # user outside of the loop -> the segments whose value it uses
         for k, nodes in enumerate(self.segments):
             for user in nodes[at].users:
                 if user not in self.number:
@@ -322,6 +331,8 @@ class _Loop:
         operands = [*(x for _, x in self.carries), *self.rest, *(series.source for series in self.xs)]
         if any(place[x] >= begin for x in [*operands, *(series.source for series, _ in self.writes)]):
             return False
+        # The scan's results are assigned after it, so tensors that are written must share no memory with each other or
+        # with operands: steps would read the old values.
         outs = [memory_of(series.source) for series, _ in self.writes]
         if None in outs or len(set(outs)) < len(outs):
             return False
@@ -363,7 +374,7 @@ class _Loop:
         mode = fakes[0].fake_mode
         with mode, torch.no_grad():
             operands = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in fakes]
-            try:
+            try:  # a trace to aten ops, in which writes and draws can be told by the ops
                 run = fx.Interpreter(fx.GraphModule({}, body))
                 traced = make_fx(lambda *flat: run.run(*flat), decomposition_table=self.decompositions)(*operands)
                 if any(node.op == "call_function" and _mutates(node.target) for node in traced.graph.nodes):
@@ -390,7 +401,7 @@ class _Loop:
                     operator.getitem, (placeholders["x", number], series.index)
                 )
         for node, roles in zip(self.segments[0], self.roles, strict=True):
-            if node.target is not operator.setitem:
+            if node.target is not operator.setitem:  # `rewrite` assigns the stacked values after the scan
                 # `node_copy` visits the operands in the order in which they got their roles.
                 left = iter(roles)
                 env[node] = graph.node_copy(
@@ -436,7 +447,7 @@ class _Loop:
         )
         results_of_scan = at.call(scan, step, carries, [at.series(series) for series in self.xs], rest)
         carried = [at.item(results_of_scan, number, value_of(x)) for number, (_, x) in enumerate(self.carries)]
-        stacked = {}
+        stacked = {}  # number of a call -> its values of all steps, stacked along dim 0
         for number, result in enumerate(results, len(carried)):
             value = value_of(self.segments[0][result])
             with value.fake_mode:
@@ -447,11 +458,13 @@ class _Loop:
             at_collector = _At(gm.graph, collector)
             collector.replace_all_uses_with(at_collector.collected(collector, stacked[result]))
             gm.graph.erase_node(collector)
+        # The value of the last step alone: a scan returns that of a carry; of another result it is the last of all.
         finals = {number: value for (number, _), value in zip(self.carries, carried, strict=True)}
         for number in self.last:
             value = finals.get(number)
             value = at.call("select", stacked[number], 0, steps - 1) if value is None else value
             self.segments[-1][number].replace_all_uses_with(value, delete_user_cb=lambda user: user not in self.number)
+        # Slices are no calls of the segments: those that nothing else uses are erased after these.
         used = [x for nodes in self.segments for call in nodes for x in _operands(call) if x in self.order.slices]
         for node in reversed([node for nodes in self.segments for node in nodes]):
             gm.graph.erase_node(node)
