@@ -129,7 +129,7 @@ class _Elements:
         if not prod(self.size):
             return self._call(aten.new_empty.default, self.base, self.size)
         order = self._through_all()
-        if order is None:
+        if order is None:  # elements are left out or read twice
             return self._call(aten.index.Tensor, self._flat(self.base), [self._positions()])
         flat = self._call(aten.view.default, self._flat(self.base), [self.size[dim] for dim in order])
         return self._permuted(flat, inverse(order))
@@ -140,7 +140,7 @@ class _Elements:
         if not prod(self.size):
             return self.tensor
         order, base = self._through_all(), self.base.meta["val"]
-        if order is not None:
+        if order is not None:  # all elements are replaced: the base's old values play no part
             flat = self._call(aten.reshape.default, self._permuted(self.source, order), [-1])
         else:
             flat = self._call(aten.index_put.default, self._flat(self.base), [self._positions()], self.source)
@@ -155,6 +155,7 @@ class _Elements:
         """
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
+        # Strides of a dense tensor of these sizes.
         wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
         whole = not self.offset and prod(self.size) == self.base.meta["val"].numel()
         return order if whole and [step for _, step in steps] == wanted else None
@@ -221,21 +222,28 @@ def _layer(
     input: Tensor, hidden: Hidden, params: Sequence[Tensor], has_biases: bool, hidden_fn: str, reverse: bool = False
 ) -> tuple[Tensor, Hidden]:
     """Computes one direction of one layer of an RNN, GRU or LSTM on ``input`` [time, batch, in]. Returns (outputs
-    [time, batch, out], last state).
+    [time, batch, out], last state). The input's products are one matmul for all times; the op STEPS does the rest.
+
+    Args:
+        params: weights [gates, in] and [gates, out], then both biases if ``has_biases``, then the projection of an LSTM
+            if it has one. ``gates`` is the sizes of all gates together.
     """
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
     of_state: Tensor | None = rest[1] if has_biases else None
     size = w_state.shape[0] // (4 if c is not None else 3 if hidden_fn == "gru" else 1)
-    if hidden_fn == "gru":  # the state's part of the new gate is kept separate
+    # The new gate of a GRU is tanh(input's part + reset gate * state's part): STEPS takes the two separately, and the
+    # state's bias goes with the second.
+    if hidden_fn == "gru":
         gates = F.pad(gates, (0, size))
         if of_state is not None:
             of_state = torch.cat([of_state[: 2 * size], torch.zeros_like(of_state[:size]), of_state[2 * size :]])
     gates = gates.flip(0) if reverse else gates
     gates = gates if of_state is None else gates + of_state
     projection = rest[-1] if len(rest) in (1, 3) else None
-    # Fold the projection into the state's weight; step 0 uses the projected state.
+    # The state h is projection @ (state in STEPS), so the projection goes into the state's weight. The first h is
+    # projected already: its product is added to step 0, which then starts at zeros.
     if projection is not None and c is not None:
         gates = torch.cat([gates[:1] + F.linear(h, w_state), gates[1:]])
         h, w_state = torch.zeros_like(c), w_state @ projection
@@ -255,6 +263,7 @@ def _layers(
     which torch's decomposition does not do.
     """
     input, directions_per_layer, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
+    # ``hidden`` and ``params`` list the directions of each layer, one layer after the other.
     for at in range(0, num_layers * directions_per_layer, directions_per_layer):
         directions = [
             layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n))
@@ -322,6 +331,7 @@ def _var_mean(
     mean = aten.div.Tensor(aten.sum.dim_IntList(x, dims, True), count)
     centered = aten.sub.Tensor(x, mean)
     total = aten.sum.dim_IntList(aten.mul.Tensor(centered, centered), dims, keepdim)
+    # Degrees of freedom: without ``correction``, Bessel's.
     free = max(count - (1.0 if correction is None else float(correction)), 0.0)
     var = aten.div.Tensor(total, free)
     return var, mean if keepdim else aten.squeeze.dims(mean, dims)
@@ -352,11 +362,12 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> Tensor:
     """Computes a convolution without its bias, then adds the bias. Otherwise each rank with a partial sum would add the
-    bias to it. Returns NotImplemented if there is no bias.
+    bias to it. Returns NotImplemented, which keeps the op whole, if there is no bias.
     """
     if bias is None:
         return NotImplemented
     product = aten.convolution.default(x, weight, None, *geometry)
+    # The weight is [out, in / groups, *kernel]; the result is [batch, out, *space].
     return aten.add.Tensor(product, aten.view.default(bias, [-1] + [1] * (weight.ndim - 2)))
 
 
@@ -382,9 +393,9 @@ def _nll_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
 ) -> Tensor:
     """Computes the gradient of ``x`` by comparing the targets with all class numbers. Unlike a scatter, that can be
-    sharded over classes.
+    sharded over classes. ``total`` is the sum of the targets' weights, by which a mean divides.
     """
-    class_dim = 0 if x.ndim < 2 else 1
+    class_dim = 0 if x.ndim < 2 else 1  # ``x`` is [classes] or [batch, classes, *space]
     shape = [-1] + [1] * (x.ndim - class_dim - 1)
     classes = aten.view.default(aten.arange.default(x.shape[class_dim], device=x.device, dtype=torch.int64), shape)
     target = aten.unsqueeze.default(target, class_dim)
@@ -436,7 +447,7 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     """
     if all(width >= 0 for width in pad):
         return NotImplemented
-    for at, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+    for at, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):  # widths of the last dim come first
         dim = x.ndim - 1 - at
         if before < 0 or after < 0:
             x = aten.slice.Tensor(x, dim, max(-before, 0), x.shape[dim] - max(-after, 0))
@@ -451,7 +462,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
     if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
         return NotImplemented
-    at, mask = indexed[0]
+    at, mask = indexed[0]  # the mask covers dims ``at`` to ``at + mask.ndim - 1``
     mask = aten.view.default(mask, [*mask.shape, *[1] * (x.ndim - at - mask.ndim)])
     return aten.where.self(mask, aten.view.default(values, []), x)
 
@@ -477,6 +488,7 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
     dims except ``dim``.
     """
     over = [d for d in range(v.ndim) if d != dim % v.ndim]
+    # The part of the gradient along v is that of ``g``; ``v`` gets the part across, as its length plays no role.
     along = aten.div.Tensor(aten.sum.dim_IntList(aten.mul.Tensor(grad, v), over, True), norms)
     across = aten.sub.Tensor(grad, aten.mul.Tensor(v, aten.div.Tensor(along, norms)))
     return aten.mul.Tensor(across, aten.div.Tensor(g, norms)), along
@@ -484,7 +496,7 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
 
 def _lu(a: Tensor) -> tuple[Tensor, Tensor]:
     """Return (LU, pivots) of ``a``, or of its transpose if ``a`` is real, and row-major in the trace. The formulas of
-    the backward expect that.
+    the backward expect that; the determinant is the same.
     """
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
     return lu, pivots

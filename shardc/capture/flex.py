@@ -38,17 +38,18 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, body: str, scale: float, *operands: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, *captured = operands
+        # sums: log-sum-exp of each query's scores; the last argument is the number of keys without padding.
         out, sums = FLEX(query, key, value, captured, body, scale, key.shape[2])
         ctx.save_for_backward(*operands, out, sums)
         ctx.body, ctx.scale = body, scale
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the gradient of a result that is not used is None
         return out, sums
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_sums: Tensor | None) -> Any:
         query, key, value, *captured, out, sums = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
-        needed = ctx.needs_input_grad[5:]  # of the captured tensors
+        needed = ctx.needs_input_grad[5:]  # of the captured tensors, behind body, scale, query, key and value
         wanted = [at for at, needs in enumerate(needed) if needs]
         gradients = FLEX_GRADIENT(
             grad, query, key, value, out, sums, grad_sums, wanted, captured, ctx.body, ctx.scale, key.shape[2]
@@ -67,7 +68,7 @@ def attention(
     does. Return (output, log-sum-exp in base 2, largest scores or, from the op, None). Arguments and shapes are
     torch's.
     """
-    body, mask_mod = None, block_mask[-1]
+    body, mask_mod = None, block_mask[-1]  # body: the name under which both functions are registered
     captured = (*score_mod_other_buffers, *mask_mod_other_buffers)
     if _are_plain((query, key, value, *captured)):
         # The functions are traced by themselves, outside of the trace that calls this.
@@ -116,7 +117,7 @@ def functions_of(
     if graphs[0] is None or graphs[1] is None:
         return None
     options = dict(kernel_options or {}) | _RESULTS
-    counts = len(of_score), len(of_mask)
+    counts = len(of_score), len(of_mask)  # how many of the captured tensors each graph takes
     return register(Function(KIND, (graphs[0], graphs[1]), counts, options=tuple(sorted(options.items())))).name
 
 
@@ -149,18 +150,21 @@ class _Broadcast:
     """
 
     def __init__(self, graph: fx.Graph, numbers: int, sizes: Sequence[int]) -> None:
+        # ``numbers`` inputs are scalars ([score,] batch, head, row, column); the others are captured tensors. ``sizes``
+        # are those of batch and heads.
         self.old, self.new = graph, fx.Graph()
         self.inputs = list(graph.find_nodes(op="placeholder"))
         self.places = self.inputs[numbers - 4 : numbers]  # batch, head, row, column
         self.captured = self.inputs[numbers:]
         self.varies = set(self.inputs[:numbers])  # nodes whose value differs between scores
-        self.env: dict[fx.Node, fx.Node] = {}
+        self.env: dict[fx.Node, fx.Node] = {}  # old node -> new node
         for node in self.inputs[:numbers]:
             self.env[node] = self.new.placeholder(node.name)
         self.here = [self.new.placeholder(name) for name in ("batch_here", "head_here")]  # counted on this rank
         for node in self.captured:
             self.env[node] = self.new.placeholder(node.name)
         self.sizes = sizes
+        # Node -> (table, indices); ``t[i][j]`` is a lookup by [i, j].
         self.lookups = {node: lookup for node in graph.nodes if (lookup := _lookup(node)) is not None}
         # Lookups that take a part of a table, from which the next lookup takes a number.
         self.partial = {
@@ -203,12 +207,13 @@ class _Broadcast:
         operands = node.all_input_nodes
         if node in self.lookups:
             table, indices = self.lookups[node]
+            # A table must be the same for all scores, and each of its dims be indexed.
             if table in self.varies or len(indices) != table.meta["val"].ndim:
                 return False
             arguments = [self._index(table, dim, x) for dim, x in enumerate(indices)]
             self.env[node] = self.new.call_function(node.target, (self.env[table], arguments))
         elif any(x in self.partial for x in operands) or node.meta["val"].ndim:
-            return False
+            return False  # an operand or the result is no number
         elif node.target in _NEW:
             self.env[node] = self.new.node_copy(node, self.env.__getitem__)
             # It takes dtype and device of its operand only, and is the same for all scores.

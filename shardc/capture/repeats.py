@@ -198,7 +198,7 @@ def record_calls(
         reuse: as for `Recorder`. A buffer changed through a view counts as changed in the first of equal calls only.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))  # as for a trace, which runs the same root module
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, spec, loss)
     record = Recorder(reuse)
@@ -225,10 +225,12 @@ def record_calls(
             if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):
                 if any(record.signatures[name] != record.signatures[names[0]] for name in names):
                     record.signatures.update(dict.fromkeys(names))
+        # A change in place raises torch's version counter of the tensor.
         buffers = [(name, x, x._version) for name, x in root.named_buffers()]
         with record:
             record.result = record.freeze(pytree.tree_leaves(root(*fakes)))
         record.changed = {model_name(name) for name, x, version in buffers if x._version != version}
+    # A block that changes its buffers cannot stand for others.
     for name in record.signatures:
         if any(is_in(buffer, name) for buffer in record.changed):
             record.signatures[name] = None
@@ -359,6 +361,7 @@ def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
     if any(len(record.blocks[name]) != 1 for name in names):
         return None
     calls = [record.blocks[name][0] for name in names]
+    # Equal blocks with draws differ: each draw has a random sequence of its own.
     if any(_draws(func, args) for call in calls for func, args, *_ in record.events[call.enter : call.exit]):
         return None
     pairs = list(zip(calls, calls[1:], strict=False))
@@ -370,6 +373,7 @@ def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
     runs, first = [], 0
     for at in range(1, size + 1):
         a, b = (record.signatures[names[i]] for i in (first, at)) if at < size else (None, None)
+        # A run ends at its first block that differs, or that gets its arguments in another way than the second did.
         matches = a is not None and a == b and bodies[first] == bodies[at]
         if not matches or (at > first + 1 and links[at] != links[first + 1]):
             runs.append(Repeat(path, first, at - first))
@@ -381,7 +385,7 @@ def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
 def _draws(func: Callable[..., object], args: Frozen) -> bool:
     """Return whether a call of ``func`` draws random numbers, which differ from block to block."""
     name = getattr(func, "__name__", "").strip("_")
-    share = any(isinstance(x, float) and x > 0 for x in args)
+    share = any(isinstance(x, float) and x > 0 for x in args)  # ``p`` of a dropout; ``training`` is a True
     return name in _DRAW or ("dropout" in name and share and any(x is True for x in args))
 
 
@@ -403,7 +407,7 @@ def _comparable(
         extra: more values to convert, after the calls.
         name_of: returns the name of a tensor from outside of the calls, None if it has none.
     """
-    local: dict[Token, int] = {}
+    local: dict[Token, int] = {}  # tensor that one of these calls returned -> its number among them
 
     def role(x: Token) -> object:
         if (name := name_of(x)) is not None:
@@ -464,7 +468,8 @@ def _calls_outside(record: Recorder, repeats: Repeats, renamed: Callable[[str], 
     """Return the torch function calls outside of repeated blocks, in comparable form. ``renamed`` converts the names of
     parameters in it.
     """
-    spans = []
+    spans = []  # (first, end) of the calls in each run
+    # A run's result -> (number of the run, index among its results): the same in a model with fewer blocks.
     results_of_runs: dict[Token, tuple[int, int]] = {}
     for number, run in enumerate(repeats):
         calls = [record.blocks[name][0] for name in run.names()]

@@ -92,13 +92,14 @@ class Run:
     ) -> None:  # fmt: skip
         self.root, self.mode, self._fakes = root, mode, fakes
         self._needed = [x.requires_grad for x in fakes.values()]
-        self.codes: dict[CodeType, None] = {}
+        self.codes: dict[CodeType, None] = {}  # code of the user's functions that ran, as an ordered set
+        # Of the copy that runs, to restore; of the user's model, for guards.
         self._state, self._reads = ReachableState(root.model, loss), ReachableState(template, loss)
-        self._modules: list[str] = []
-        self._regions = count()
+        self._modules: list[str] = []  # paths of the modules that are running, the innermost last
+        self._regions = count()  # numbers of checkpoint regions, from 0 in each run
         with self._recording_origins():
             self.memories, self.owners, self.warnings = self._observe()
-            vars(root)["forward"] = self
+            vars(root)["forward"] = self  # AOTAutograd's calls go through `__call__`
             self.joint = joint_of(root)
         self._refuse_foreign(self.joint.graph_module)
 
@@ -172,9 +173,9 @@ class Run:
         """Replaces ``CheckpointFunction.apply``: calls ``function`` as a checkpoint region and returns its result."""
         needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in args)
         region = self._region()
-        next(region)
+        next(region)  # enters the region
         out = function(*args)
-        next(region, None)
+        next(region, None)  # leaves it
         if torch.is_grad_enabled() and not needs_grad:
             if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(out)):
                 raise Unsupported("a reentrant checkpoint of inputs without gradients")
@@ -208,6 +209,7 @@ class Run:
             finally:
                 sys.setprofile(before_run)
             buffer_changes = replaced_buffers(before, self._line_of)
+        # The program would keep such a number as a constant.
         for message, state in _GENERATORS.items():
             if state() != generators[message]:  # any draw of a random number changes it
                 raise Unsupported(message)
@@ -356,6 +358,7 @@ class _Lines(TorchFunctionMode):
         message = _REFUSED.get(function) or (args and id(args[0]) in self._inputs and _OF_INPUTS.get(function))
         if message and not is_versioned(sys._getframe(1).f_code):
             raise Unsupported(message)
+        # Only a call that changes ``requires_grad`` is refused.
         before = args and id(args[0]) in self._inputs and args[0].requires_grad
         out = function(*args, **(kwargs or {}))
         if function is Tensor.requires_grad_ and id(args[0]) in self._inputs and args[0].requires_grad != before:

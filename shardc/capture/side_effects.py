@@ -137,9 +137,11 @@ def changes_recorded() -> Iterator[list[Change]]:
     modules, each global and each closure variable that forward sets, and each list or dict in these that it changes.
     """
     changes: list[Change] = []
+    # Dynamo's methods for a set attribute, a changed list or dict, and a set closure variable.
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
     def note(self: SideEffects, item: VariableTracker, name: str | None, value: VariableTracker) -> None:
+        # Dynamo's source says where ``item`` comes from; what forward makes itself has none.
         source = getattr(item, "source", None)
         source = None if type(source) is Source else source  # of the stack of modes, which has no name
         text = source and (source.name if isinstance(source.name, str) else source.name())
@@ -195,11 +197,13 @@ def changed_reads(
         CaptureError: forward reads and changes an attribute or a global whose value may differ from call to call.
     """
     changes = list(changes)
+    # Expression -> its last value. Only attributes can be set for a second trace; items of a list cannot.
     after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
     constants = {name: value for name, value in after.items() if isinstance(value, _CONSTANTS)}
-    refused: CaptureError | None = None
+    refused: CaptureError | None = None  # raised unless a second trace, with `constants` set, gives the same graph
     lookup, loaded = Lookup(model, loss, reads.scopes), None
     seen = {read.expression for read in reads.entries}
+    # Attributes that code tests for presence (hasattr).
     presence_checks = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
     for change in changes:
         if change.expression not in seen | presence_checks:
@@ -219,12 +223,12 @@ def changed_reads(
         # Code that only changes the object in place (`self.count += 1`) computes nothing from its value.
         if not name.isidentifier() or name in loaded:
             error = reads_and_changes(change.expression, change.name, change.line or None)
-            if absent:
+            if absent:  # later calls find it set, and so does the second trace
                 refused = refused or error
                 constants.setdefault(change.expression, _PRESENT)
                 continue
             if change.expression not in constants or not isinstance(before, _CONSTANTS):
-                raise error
+                raise error  # no constant that a second trace could start from
             value = constants[change.expression]
             if type(value) is not type(before) or value != before:
                 refused = refused or error
@@ -337,7 +341,7 @@ def _loaded_by_bytecode(code: CodeType) -> set[str]:
     """Return the names that ``code`` reads, as `loaded_names` does, from its bytecode. It is for code whose source is
     missing or part of a line.
     """
-    steps = pairwise([*dis.get_instructions(code), None])
+    steps = pairwise([*dis.get_instructions(code), None])  # (instruction, the next one)
     loads = [(step.argval, after) for step, after in steps if step is not None and step.opname.startswith("LOAD_")]
     named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
     return named & {*code.co_names, *code.co_freevars}
@@ -412,7 +416,7 @@ def side_effects(
             with torch.no_grad():
                 run()
             texts += replaced_buffers(before, lambda name: line_with(f"self.{name} = ", model))
-    # Numbers and other non-tensors that a module sets on itself need no warning.
+    # Numbers and other non-tensors that a module sets on itself need no warning: `changed_reads` checks them.
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
@@ -509,6 +513,7 @@ def _change_text(ref: str, names: Collection[str]) -> str | None:
         names: if it is a module, its attributes that forward sets to tensors.
     """
     if ref.startswith("G["):
+        # G['__import_pkg_dot_mod'].name: Dynamo's name of a module, then that of the global.
         scope, _, name = ref.removeprefix("G['").partition("']")
         module = next((m for m in sys.modules if f"__import_{m.replace('.', '_dot_')}" == scope), "")
         file = getattr(sys.modules.get(module), "__file__", None) or ""

@@ -118,10 +118,11 @@ class _Root(nn.Module):
 
     def __init__(self, model: nn.Module, flat: Sequence[object], spec: pytree.TreeSpec, loss: Loss | None) -> None:
         super().__init__()
+        # ``flat`` are the leaves of (args, kwargs), whose structure is ``spec``: constants here, tensors at `_places`.
         self.model, self._flat, self._spec = model, [None if isinstance(x, Tensor) else x for x in flat], spec
         self._places = [at for at, x in enumerate(flat) if isinstance(x, Tensor)]
         self._loss = None if loss is None else (loss,)  # in a tuple: its tensors are not the model's
-        self._extra = 0 if loss is None else loss_arity(loss)
+        self._extra = 0 if loss is None else loss_arity(loss)  # how many of the last args are the loss's
 
     def forward(self, *tensors: Tensor) -> PyTree:
         """Return the outputs of `run`, each tensor marked by a tag op. A tensor that is returned twice is detached the
@@ -276,7 +277,7 @@ def trace(
         retraces: trace a second time, with constants that forward sets and without gradients, to allow more calls.
     """
     again = partial(trace, model, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths)
-    template = model
+    template = model  # the user's; what is traced is a copy of fake tensors
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
@@ -308,6 +309,8 @@ def trace(
             refused = failed(error)
         else:
             traced.check_side_effects([str(warning.message) for warning in caught], mode)
+        # Outside of the handler: the model runs on fake tensors instead, new ones, as the failed trace may have changed
+        # the first.
         if refused is not None:
             with mode:
                 fakes = [fake(name, x) for name, x in named]
@@ -387,8 +390,9 @@ class _ByDynamo:
         self._root, self._loss, self._fakes = root, loss, fakes
         with recorded() as outputs, changes_recorded() as self._changes, recorded_states() as self._states:
             traced = dynamo_graph_capture_for_export(root)(*fakes)
-        self._output = outputs[-1]
+        self._output = outputs[-1]  # Dynamo's `CaptureOutput`, with its guards
         self._codes = traced_code(self._output.graph_capture_output)
+        # Ids of all tensors that the graph takes: parameters and buffers, too.
         self._graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
         self.memories, self.owners = memories_of(traced, root, places, fakes, inputs)
         self.warnings: list[ShardcWarning] = []
@@ -398,7 +402,7 @@ class _ByDynamo:
         try:
             self.joint = joint_of(traced)
         except Exception:  # from the gradient of a scan, which refuses some steps
-            if undo is None:
+            if undo is None:  # no loop was rewritten as a scan
                 raise
             undo()
             self.joint = joint_of(traced)
@@ -443,11 +447,11 @@ def _retraced(
         with_gradients: False to trace in the grad mode that records none, if the first trace was in the other.
     """
     grad = torch.is_grad_enabled()
-    same_mode = with_gradients or not grad
+    same_mode = with_gradients or not grad  # whether this trace is in the grad mode of the first
     with assigned(template, constants), torch.set_grad_enabled(grad and with_gradients), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first trace has issued these warnings
         try:
-            # A trace in the other grad mode may have to check constants, too; one of constants is the last.
+            # A trace in the other grad mode may need one more, with constants set. That one needs no further.
             other = again(retraces=not same_mode)
         except ShardcError:
             return None
@@ -500,6 +504,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
     by_path = dict(dtypes.modules)
 
     def fake(name: str, tensor: Tensor) -> Tensor:
+        # ``name`` without its last part is the path of the tensor's module.
         wanted, is_param = by_path.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
         like = tensor.detach()
         with mode:
@@ -539,7 +544,7 @@ def input_names(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, P
             names.append(parameter.name)
     names = [*names[:model_args], *(["target"] if extra == 1 else [f"target{at}" for at in range(extra)])]
     out = []
-    for group, first, *rest in leaf_paths((tuple(args), dict(kwargs))):
+    for group, first, *rest in leaf_paths((tuple(args), dict(kwargs))):  # group 0: args, by index; 1: kwargs, by name
         out.append(".".join(map(str, [names[first] if group == 0 else first, *rest])))
     tensor_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return [f"{name}.input" if name in tensor_names else name for name in out]
