@@ -58,25 +58,28 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     Args:
         entries: the plan's ep entries, which say how the op sends rows.
     """
-    # Every call has its own index tensor, which identifies its marks.
+    # Every call has its own index tensor (the experts of each token), which identifies its marks. In graph order:
+    # ENTER, the function, EXIT (``end``); in backward EXIT_GRAD, the function's gradient, ENTER_GRAD.
     rows, index = end.args
     assert isinstance(index, fx.Node)
     marked = {node.target: node for node in index.users}
     start = marked[expert_markers.ENTER]
     back, tangent = marked.get(expert_markers.ENTER_GRAD), marked.get(expert_markers.EXIT_GRAD)
     inputs: Any = start.args[0]
-    x, weight, *params = inputs
+    x, weight, *params = inputs  # tokens, routing weights, parameters of all experts
     entered = _entered_values(start, len(inputs))
     forward = _between([rows], set(entered.values()), end)
+    # Gradients of rows, scale and parameters of one expert.
     results: list[object] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
     # Strict, as an op that mixes rows would give something else for the rows of one expert.
-    where = _dims_of_rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
-    build = _Builder(ir.value(x).shape[0], entered)
+    where = _dims_of_rows(forward, tensors=[entered.get(0), entered.get(1)], base={}, strict=True)
+    build = _Builder(size=ir.value(x).shape[0], entered=entered)  # the trace gave all tokens to one expert
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
     entry = next((e for e in reversed(entries) if e.applies_to(module)), None)
+    # (dispatch, capacity, chunks, axis): how rows are sent to the ranks of their experts.
     routing = ("auto", 0.0, 1, "") if entry is None else (entry.dispatch, entry.capacity, entry.chunks, entry.axis)
     how = (params, body.name, *routing)
     names = NameScope.of(end.graph)
@@ -174,6 +177,7 @@ def _rows_of_results(node: fx.Node, row_operands: Sequence[tuple[int, int]]) -> 
         row_operands: (position, dim of the rows) of each operand that has rows.
     """
     spec = spec_of(call_of(node))
+    # ``spec.operands`` has for each operand, for each dim, the factors (loops) of which it is the product.
     factors = set() if spec is None else {spec.operands[at][dim] for at, dim in row_operands}
     if factors == {()}:  # the dim has size 1: a single row
         values = enumerate(v for v in ir.info(node).values if v is not None)
@@ -182,6 +186,7 @@ def _rows_of_results(node: fx.Node, row_operands: Sequence[tuple[int, int]]) -> 
     if spec is None or len(factors) != 1 or len(factor := next(iter(factors))) != 1:
         return {}, False
     dims = {number: dims.index(factor) for number, dims in enumerate(spec.results) if factor in dims}
+    # What may be split along the rows computes each row by itself.
     return dims, bool(dims) and spec.splittable(factor[0])
 
 
@@ -218,6 +223,7 @@ class _Builder:
         forward_graph = self._graph(forward, [], [out, *keep], where)
         gradient_graph = None
         if tangent is not None:
+            # All that the gradients depend on, back to what is saved or passed in.
             recomputed = set(_between(results, {*keep, *self.entered.values(), tangent}, tangent))
             nodes = [node for node in forward if node in recomputed and node not in keep] + backward
             dims_of_rows = _dims_of_rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
@@ -239,13 +245,13 @@ class _Builder:
         """
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
         work = [x for x in read if isinstance(x, fx.Node) and x in forward]
-        products: dict[fx.Node, None] = {}
+        products: dict[fx.Node, None] = {}  # as an ordered set
         seen = set(work)
         while work:
             node = work.pop(0)
             if is_dense(node.target):
                 products[node] = None
-                continue
+                continue  # what precedes it need not be recomputed
             more = [x for x in node.all_input_nodes if x in forward and x not in seen]
             seen.update(more)
             work += more
@@ -263,7 +269,7 @@ class _Builder:
         """
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))
-        env: dict[fx.Node, fx.Node] = {}
+        env: dict[fx.Node, fx.Node] = {}  # traced node -> its copy
         inputs = [("grad", before[0])] if before else []
         inputs += [(name, self.entered[at]) for at, name in enumerate(self.names)]
         inputs += [(f"saved{at}", node) for at, node in enumerate(before[1:])]
@@ -271,7 +277,7 @@ class _Builder:
             env[node] = ir.set_info(graph.placeholder(name), ir.info(node))
         for node in nodes:
             args, kwargs = self._arguments_at_size(node, size, where)
-            args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
+            args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))  # ``size`` is new already
             env[node] = ir.set_info(graph.call_function(node.target, args, kwargs), ir.info(node))
         graph.output(tuple(env[x] if isinstance(x, fx.Node) else None for x in results))
         graph.eliminate_dead_code()
@@ -283,9 +289,9 @@ class _Builder:
         """Returns (args, kwargs) of ``node`` for any number of rows: where they contain a shape, ``size`` replaces the
         number of rows in the trace.
         """
-        value, at = ir.info(node).value, where.get((node, 0))
+        value, at = ir.info(node).value, where.get((node, 0))  # ``at``: the dim of the rows in the result
         if isinstance(value, Value) and not node.all_input_nodes and value.shape[:1] == (self.size,):
-            at = 0  # a constant for every row
+            at = 0  # a constant for every row, such as zeros([rows, n])
         if not isinstance(value, Value) or at is None:
             return node.args, node.kwargs
 

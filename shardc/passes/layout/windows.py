@@ -51,12 +51,13 @@ class Windows:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if not self.enabled:
             return gm
+        # In turns: a convolution is rewritten before the padding and slices around it, by which it is recognised.
         for targets in REWRITES:
             for node in reversed(list(gm.graph.nodes)):  # a value before its operands, to find the longest chains
                 if (
                     node.op == "call_function"
                     and node.target in targets
-                    and (ir.is_tensor(node) or node.target is _BACK)
+                    and (ir.is_tensor(node) or node.target is _BACK)  # the latter has several results
                 ):
                     targets[node.target](GraphRewriter(gm.graph), node)
         erase_dead_code(gm.graph)
@@ -97,6 +98,7 @@ class Reading:
     @property
     def shifts(self) -> bool:
         """Returns whether the value is ``source``, shifted by ``by``."""
+        # The elements that a shift leaves; others, which came in at one end, are zero.
         ends = max(0, min(self.by, self.size)), min(self.size, max(0, self.size + self.by))
         return self.size == self.length and (self.begin, max(self.begin, self.end)) == (ends[0], max(ends))
 
@@ -114,7 +116,9 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
     It stops at the first op that is not a slice, a padding with zeros, a transpose or a copy.
     """
     size = ir.value(node).shape[dim]
-    now = Reading(node, dim, tuple(range(len(ir.value(node).shape))), 0, 0, size, size)
+    rank = len(ir.value(node).shape)
+    # The first reading: the value itself, not permuted, not shifted, without zeros.
+    now = Reading(node, dim, order=tuple(range(rank)), by=0, begin=0, end=size, size=size)
     while True:
         yield now
         source = now.source
@@ -125,13 +129,15 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
             order, at = tuple(moved[d] for d in now.order), moved[now.dim]
             now = replace(now, source=source.args[0], order=order, dim=at)
         elif source.target in _COPIES:
-            operand: Any = source.args[source.target is aten.copy.default]
+            operand: Any = source.args[source.target is aten.copy.default]  # copy(destination, source)
             if not isinstance(operand, fx.Node) or ir.value(operand) != ir.value(source):
                 return
             now = replace(now, source=operand)
         elif (piece := sliced(source)) is not None and piece[0] == now.dim:
+            # Element i of the slice is element i + begin of its operand.
             now = replace(now, source=source.args[0], by=now.by - piece[1])
         elif (inner := zeros_around(source)) is not None and inner[1] == now.dim:
+            # Element i of the padded value is element i - before of its operand; outside of the operand it is zero.
             by = now.by + inner[2]
             end = min(now.end, by + ir.value(inner[0]).shape[now.dim])
             now = replace(now, source=inner[0], by=by, begin=max(now.begin, by), end=end)
@@ -157,13 +163,15 @@ def sliced(node: fx.Node) -> tuple[int, int, int] | None:
     dim = arguments.get("dim", 0) % len(ir.value(node).shape)
     if arguments.get("step", 1) != 1:
         return None
+    # Python resolves a start that is None, negative or beyond the end.
     begin, *_ = slice(arguments.get("start"), None).indices(ir.value(node.args[0]).shape[dim])
     return dim, begin, begin + ir.value(node).shape[dim]
 
 
 def zeros_around(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Recognises a value with zeros around it along one dim: returns (value, dim, number of zeros before it); None if
-    ``node`` is something else.
+    ``node`` is something else. It may be a padding, a ``cat`` with zeros, or a ``slice_scatter`` into zeros (the
+    gradient of a slice).
     """
     arguments = arguments_of(node) if hasattr(node.target, "_schema") else {}
     rank = len(ir.value(node).shape) if ir.is_tensor(node) else 0
@@ -189,7 +197,7 @@ def zeros_around(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Returns whether ``node`` is a tensor of zeros."""
+    """Returns whether ``node`` is a tensor of zeros, or a slice, view or copy of one."""
     while node.op == "call_function" and node.target in _SAME_ZEROS:
         node = node.args[0]
     if node.op != "call_function":
@@ -205,7 +213,7 @@ def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
     """Replaces ``node`` if it is a shift of an earlier value along a dim, or equal to one; returns whether it was
     replaced.
     """
-    piece, inner = sliced(node), zeros_around(node)
+    piece, inner = sliced(node), zeros_around(node)  # a shift ends with a slice or with a padding by zeros
     dim = piece[0] if piece is not None else inner[1] if inner is not None else None
     if dim is None:
         return False
@@ -214,7 +222,7 @@ def _shift(rewriter: GraphRewriter, node: fx.Node) -> bool:
         return False
     reading, at = furthest(fitting), rewriter.before(node, like=node)
     x = reading.source
-    if reading.by:
+    if reading.by:  # else the value equals the source
         x = at.call(window_ops.SHIFT, x, None, reading.dim, reading.by)
     rewriter.replace(node, reading.placed(at, x))
     return True
@@ -231,11 +239,12 @@ def _cat(rewriter: GraphRewriter, node: fx.Node) -> None:
         return
     dim = (*node.args[1:], 0)[0] % len(shape)
     size = shape[dim]
+    # Either operand may be the slice (``part``) and the other one the elements that come in (``fill``).
     for part, fill in ((second, first), (first, second)):
         count = ir.value(fill).shape[dim]
         by = count if fill is first else -count
         of_part = [reading for reading in readings(part, dim) if reading.length == size]
-        begin = 0 if fill is first else count
+        begin = 0 if fill is first else count  # of the slice
         # The slice must be what a shift leaves of a value: all but the elements that it moves out at the other end.
         fitting = [x for x in of_part if (x.by, x.begin, x.end) == (-begin, 0, size - count)]
         if not fitting or not count or not worth_sending(count, size) or ir.value(fill).dtype != ir.value(node).dtype:
@@ -253,10 +262,10 @@ def _roll(rewriter: GraphRewriter, node: fx.Node) -> None:
     rank, (by,), x = len(ir.value(node).shape), arguments["shifts"], node.args[0]
     dim, at = arguments["dims"][0] % rank, rewriter.before(node, like=node)
     size = ir.value(node).shape[dim]
-    # The shorter way round.
+    # The shorter way round: by -1 instead of by size - 1.
     by = (by + size // 2) % max(size, 1) - size // 2
     if by and worth_sending(abs(by), size):
-        ends = (size - by, size) if by > 0 else (0, -by)
+        ends = (size - by, size) if by > 0 else (0, -by)  # the elements that a shift moves out
         rewriter.replace(node, at.call(window_ops.SHIFT, x, at.call(window_ops.EDGE, x, dim, *ends), dim, by))
 
 
@@ -300,6 +309,7 @@ def _flip(rewriter: GraphRewriter, node: fx.Node) -> None:
         return
     x, rank = sums.args[0].args[0], len(ir.value(node).shape)
     dims = [[d % rank for d in flip.args[1]] for flip in (node, sums.args[0])]
+    # Both flips and the sum must be along the same single dim.
     if dims != [[sums.args[1] % rank]] * 2 or ir.value(x).dtype != ir.value(sums).dtype:
         return
     rewriter.replace(node, rewriter.before(node, like=node).call(window_ops.CUMSUM, x, dims[0][0], True))
@@ -310,10 +320,11 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
     (elements that its window reaches before, after, dilation, groups)); else None.
     """
     arguments = arguments_of(node)
+    # x [rows, channels in, size]; weight [channels out, channels in / groups, taps].
     if len(ir.value(weight).shape) != 3 or len(ir.value(x).shape) != 3 or arguments.get("bias") is not None:
         return None
     (padding,), (dilation,), (stride,) = arguments["padding"], arguments["dilation"], arguments["stride"]
-    reach = dilation * (ir.value(weight).shape[2] - 1)
+    reach = dilation * (ir.value(weight).shape[2] - 1)  # neighbours that an element reads, on both sides together
     if arguments["transposed"] or stride != 1 or not reach:
         return None
     fitting = [
@@ -325,6 +336,7 @@ def _window(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[Reading, tuple[
     if not fitting:
         return None
     reading = furthest(fitting)
+    # Zeros in front: those that the convolution pads, and those of a pad op before it.
     before = padding + reading.by
     return reading, (before, reach - before, dilation, arguments["groups"])
 
@@ -347,10 +359,11 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
     """
     grad, x, weight = node.args[:3]
     assert isinstance(weight, fx.Node)
-    if (form := _window(node, x, weight)) is None:
+    if (form := _window(node, x, weight)) is None:  # the same arguments as the convolution's
         return
     reading, window = form
     before, after, dilation, groups = window
+    # The getitems of result 0 (gradient of x) and of result 1 (gradient of the weight).
     results: dict[int, list[fx.Node]] = {0: [], 1: []}
     for user in node.users:
         if user.target is not getitem or user.args[1] not in results:
@@ -365,7 +378,7 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
         rewriter.replace(user, at.call(window_ops.CONVOLVE_WEIGHT, grad, source, weight, *window))
     for user in results[0]:
         at = rewriter.before(user, like=user)
-        # The input's gradient is a convolution, too.
+        # The input's gradient is a convolution, too: of ``grad``, with the window mirrored (after, before).
         reversed_weight = _reversed_weight(at, weight, groups)
         new = at.call(window_ops.CONVOLVE, grad, reversed_weight, after, before, dilation, groups)
         # Zeros that the users cut off again.
@@ -375,8 +388,10 @@ def _convolution_backward(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _reversed_weight(at: Inserter, weight: fx.Node, groups: int) -> fx.Node:
-    """Inserts ``weight`` of a convolution with its taps in reverse order, and input and output channels exchanged."""
-    out, channels, taps = ir.value(weight).shape
+    """Inserts ``weight`` of a convolution with its taps in reverse order, and input and output channels of each group
+    exchanged: [groups * o, i, taps] becomes [groups * i, o, taps].
+    """
+    out, channels, taps = ir.value(weight).shape  # ``out``: of all groups; ``channels``: input channels of one group
     by_group = at.call(aten.view.default, weight, [groups, out // groups, channels, taps])
     exchanged = at.call(aten.transpose.int, by_group, 1, 2)
     joined = at.call(aten.reshape.default, exchanged, [groups * channels, out // groups, taps])
@@ -400,7 +415,7 @@ def _only_sliced(node: fx.Node, dim: int, begin: int, end: int) -> bool:
     return all(map(slices, node.users))
 
 
-_FEW = 8  # times
+_FEW = 8  # times that a dim must be as long as what is sent of it
 _BACK = aten.convolution_backward.default
 Rewrite = Callable[[GraphRewriter, fx.Node], object]
 # The order matters: neither a convolution's padding nor the gradient of that may be rewritten before the convolution,
