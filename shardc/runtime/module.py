@@ -46,12 +46,13 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     state: State = module.shardc  # type: ignore[assignment]
     state.check()
     state.params.sync.refuse("deepcopy")
+    # `deepcopy` takes what is in `memo` for copied: these copies have padded buffers of their own.
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             memo[id(param)] = _copied_param(param, state, name)
     memo[id(state)] = None  # the copy gets a state of its own below
     module_copy: Any = copy.deepcopy(unsharded(module), memo)
-    module_copy.__class__ = type(module)
+    module_copy.__class__ = type(module)  # `unsharded` has the user's class; the copy is a compiled module again
     memo[id(module)] = module_copy
     build = state.cache.build.for_copy()
     copied_state = type(state)(module_copy, state.spec, build, state.params.sync.for_copy(), {}, state.found)
@@ -199,7 +200,8 @@ class BehindModel(nn.Module):
 
 def _forward(module: ShardedModule, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Runs a call of the compiled module; see `ShardedModule.forward`."""
-    if (state := vars(module).get("shardc")) is None:  # a slice of a container has its class
+    # A slice of a compiled ``nn.Sequential`` is of its class, and has no state.
+    if (state := vars(module).get("shardc")) is None:
         return forward_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
     if state.spec.groups is None:
         raise MeshError(
@@ -240,8 +242,10 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), groups)
     layouts = [layout for _, layout in program.inputs]
     if state.cache.build.has_own_inputs:
+        # Inputs with row numbers count rows in this rank's shard; the program takes global numbers.
         numbered = state.cache.build.numbered([name for name, _ in program.inputs])
         tensors = global_rows(program.inputs, tensors, numbered, rows, groups)
+    # If ranks pass different numbers of rows, these are gathered, and cut again by the program's layout.
     local = [
         rows.local(at, x, layout, groups) if rows is not None and rows.axes[at] else local_input(x, layout, device_mesh)
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
@@ -274,6 +278,7 @@ def known_program(
     entry = None if key is None else state.cache.calls.get(key)
     if entry is None or entry.program is None or any(entry.row_axes):
         return None
+    # Written values are compared, and state is reset after an error, by the usual path.
     if state.params.fresh or state.spec.groups.consistency.epoch != state.epoch:
         return None
     return key, entry.program
@@ -299,6 +304,7 @@ def _program(state: State, call: Arguments) -> tuple[Executable, Rows | None, bo
         if key is not None and not state.cache.build.dynamic.names:
             state.cache.calls[key] = entry
     consistency.call = entry.event
+    # Another event if values are compared below: all ranks must take part.
     consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
     compares = state.turns.due(entry.event.key)
     if state.params.fresh:  # ranks have not compared these values yet
@@ -312,7 +318,7 @@ def _program(state: State, call: Arguments) -> tuple[Executable, Rows | None, bo
     if entry.program is None:
         with consistency.compiles():
             program = _find_program(state, call)
-            program.step(torch.is_grad_enabled())
+            program.step(torch.is_grad_enabled())  # compiles the graphs of a step now, as part of this block
         state.cache.apply_assignments(program)
         entry.program = program
     return entry.program, None, compares
@@ -354,7 +360,7 @@ def _uneven(state: State, rows: Rows, call: Arguments) -> Executable:
         )
     with state.spec.groups.consistency.compiles():
         program = state.cache.program_for(*examples)
-        program.step(torch.is_grad_enabled())
+        program.step(torch.is_grad_enabled())  # compiles the graphs of a step now, as part of this block
     state.cache.apply_assignments(program)
     splits_outputs = any(role.layout and role.layout.shape for role in program.outputs if role.kind == "output")
     if splits_outputs and not state.spec.dtensor_outputs:

@@ -144,6 +144,7 @@ class ProgramCache:
         """
         snapshot = self.params.current_snapshot()
         if snapshot is not self._snapshot or self._identities is None or not self._identities.holds():
+            # Cached calls skip the comparison of guards, and need it now.
             self.calls.clear()
             self._holding.clear()
             self._snapshot = snapshot
@@ -161,7 +162,7 @@ class ProgramCache:
         """Whether ``guards`` hold: the attributes and globals that a capture read still have equal values. A result
         True is cached.
         """
-        key = guards, torch.is_grad_enabled()
+        key = guards, torch.is_grad_enabled()  # the grad mode is among what guards compare
         if key not in self._holding and guards.hold(self.params.view, self.build.loss):
             self._holding.add(key)
         return key in self._holding
@@ -183,8 +184,9 @@ class ProgramCache:
             guards: by default those of the program.
         """
         key = CacheKey(program.key.call, guards or program.guards, program.deferred)
+        # Values that captures of this call have read -> key of the program for them.
         variants = {at.guards.values: at for at in self.programs if at.call == key.call}
-        # at[::2] is (call, deferred).
+        # A key is (call, guards, deferred): at[::2] is (call, deferred).
         equal = [at for at in self.programs if at[::2] == key[::2] and at.guards.equals(key.guards)]
         self.programs[equal[0] if equal else key] = program
         self._watch()
@@ -204,6 +206,7 @@ class ProgramCache:
         for is_alike, many, text in (sizes, constants):
             calls = [other for other in dict.fromkeys(at.call for at in self.programs) if is_alike(other, call)]
             count = len(calls)
+            # `count & (count - 1)` is 0 for powers of 2. The last of the calls is the new one, else it was counted.
             if count >= many and count & (count - 1) == 0 and calls[-1] == call:
                 warnings.warn(ShardcWarning(text(calls)), stacklevel=3)
 
@@ -228,6 +231,7 @@ class ProgramCache:
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
         evaluates = not torch.is_grad_enabled()
+        # In training, a module with a loss must get the loss's arguments: without them there is nothing to train.
         if (
             self.spec.targets
             and self.params.view.training
@@ -240,6 +244,7 @@ class ProgramCache:
             with tracing(grad):
                 example = Example(args, kwargs, self.with_loss(args, kwargs))
                 program = self._find_or_compile(call, example, deferred, needs_dumps, evaluates)
+            # One program, with a backward, serves both modes, unless what the model computes depends on the mode.
             if not (evaluates and program.guards.reads.grad_mode):
                 break
         return program
@@ -257,9 +262,10 @@ class ProgramCache:
         sized = self._sized(call, example, deferred)
         program = in_cache = self.find(call, deferred) if sized is None else sized
         if needs_dumps and in_cache is not None and in_cache.from_store:
+            # Of a program from the store, `_shown` has one compiled with its stages, if it was asked for before.
             program = self._shown.get(id(in_cache), (in_cache, None))[1]
         if program is not None:
-            self._unused = []
+            self._unused = []  # the warning is about the first call only
             CACHE.info("hit: %s", ", ".join(call.names))
             return program
         self._warn_of_unused(call, deferred)
@@ -308,12 +314,14 @@ class ProgramCache:
         latest_first = programs[::-1]
         for key in latest_first:
             if key.call == call and key.deferred == deferred:
+                # The call is the same, so guards failed: what was read has another value.
                 values, was = key.guards.reads.values(self.params.view, self.build.loss), dict(key.guards.values)
                 changed = [f"{name} is {x} and was {was.get(name)}" for name, x in values if was.get(name) != x]
                 return _listed(changed or ["the graphs of each pass are needed, which a stored program lacks"])
         for key in latest_first:
             if key.call == call:
                 return f"{len(deferred.names)} gradients stay unreduced and {len(key.deferred.names)} did (no_sync)"
+        # The nearest call is the one with the fewest differences.
         return _listed(min((call.differences(key.call) for key in latest_first), key=len))
 
     def _sized(self, call: Signature, example: Example, deferred: Deferred) -> Executable | None:
@@ -388,7 +396,7 @@ class ProgramCache:
         if reads.sets:
             at = Lookup(self.params.view, self.build.loss, reads.scopes)
             for expression, value in reads.sets:
-                _, owner, name = parse(expression)
+                _, owner, name = parse(expression)  # expression of an attribute: of its object, and its name
                 setattr(at(owner), name, value)
             self.add(program, Guards.of(reads, self.params.view, self.build.loss))
 
@@ -431,6 +439,7 @@ def _of_sizes(calls: Sequence[Signature]) -> str:
         for name, like in calls[0].tensors
         for dim in range(len(like.shape))
     }
+    # Keys are (input, dim), values its sizes in all calls.
     differ = {at: row for at, row in sizes.items() if len(set(row)) > 1}
     # Dims that always have the same size share a name.
     names = {row: f"n{number}" for number, row in enumerate(dict.fromkeys(differ.values()))}

@@ -112,9 +112,9 @@ class RankConsistency:
         if self.alone:
             return
         self._check(self.number + 1)
-        if self._meeting.invited is not None:
+        if self._meeting.invited is not None:  # another rank waits in `meet` for this one
             self._meeting.on_event(self._connected(), self.number + 1, event.lines[0][1])
-        past, key = self._past, event.key
+        past, key = self._past, event.key  # the key is a hash of the event
         expected = past[-self._period] if self._period <= len(past) else None
         # Not predicted: the new period is the distance to the last occurrence of this event.
         if key != expected:
@@ -125,7 +125,7 @@ class RankConsistency:
             self.number += 1
         if ask or key != expected:
             self._compare(event)
-        elif self._comparisons.asked:
+        elif self._comparisons.asked:  # another rank did not predict an event that this one has passed
             self._answer_if_asked()
 
     def meet(self, method: str) -> None:
@@ -135,10 +135,10 @@ class RankConsistency:
         if self.alone:
             return
         try:
-            check = partial(self._check, self.number + 1)
+            check = partial(self._check, self.number + 1)  # raises errors of other ranks while this one waits
             self._meeting.meet(self._connected(), self.number, method, self._log, check)
         except MeshError as error:
-            self._meeting_error = ref(error)
+            self._meeting_error = ref(error)  # `report_error` does not send it: only ranks that called raise
             raise
 
     def exchange(self, event: Event, text: str, ranks: Iterable[int]) -> dict[int, str]:
@@ -190,6 +190,7 @@ class RankConsistency:
         """Context manager around torch's own collectives. If ranks differ meanwhile, the collectives are interrupted
         and raise. It registers no event.
         """
+        # `_between_events`: an error of another rank behind its last event interrupts these collectives, too.
         self.running = self._between_events = True
         try:
             self._check(self.number + 1)
@@ -201,7 +202,9 @@ class RankConsistency:
 
     @contextmanager
     def compiles(self) -> Iterator[None]:
-        """Context manager around capture, planning and lowering; raises early if another rank has failed."""
+        """Context manager around capture, planning and lowering; raises early if another rank has failed. The listener
+        thread then raises `Stopped` in this thread.
+        """
         thread = get_ident()
         try:
             try:
@@ -236,7 +239,7 @@ class RankConsistency:
             epoch: epoch at the start of the failing block. If it has changed since, the others have raised already.
         """
         if self.alone or epoch != self.epoch or self._broken:
-            return
+            return  # collectives were aborted for an error that ranks know already
         if isinstance(error, CollectiveError) or self._meeting_error() is error:
             return
         with self._lock:
@@ -322,7 +325,7 @@ class RankConsistency:
         waits until all have come, and raises MeshError if ranks differ, here or before, or another rank has failed.
         """
         store, number, comparisons = self._connected(), self.number, self._comparisons
-        comparisons.publish(store, event)
+        comparisons.publish(store, event)  # the whole text, which errors show; the rest exchanges its hash
         self._waits_at = number
         if self._failure is not None:
             # That rank will not arrive: raise its error now, whichever event it failed after.
@@ -331,7 +334,7 @@ class RankConsistency:
             # The listener thread may have answered for this rank just now.
             answered = number in comparisons.answered
             other = None if answered else comparisons.arrive(store, number, event.key, self._log)
-        if other is None and self._pending_error is None:
+        if other is None and self._pending_error is None:  # equal to the first rank's: others may still differ
             verdict = comparisons.wait(store, number)
             if verdict == BEFORE:
                 # The listener thread has, or is about to get, the error that says how ranks differed before.
@@ -407,6 +410,7 @@ class RankConsistency:
         """
         with self._lock:
             behind = self.number - number
+            # It was answered already, or is too long ago: its hash is forgotten.
             if number in self._comparisons.answered or behind >= len(self._past):
                 self._comparisons.asked.discard(number)
                 return
@@ -425,7 +429,8 @@ class RankConsistency:
             passed = number <= self.number and self.number - number < len(self._past) and self._waits_at != number
             if rank == self.rank or not passed or self._pending_error is not None:
                 return
-            if self._past[number - self.number - 1] == key:  # the first to come does something else than both
+            # The last of `_past` is event `self.number`. If equal, only the first to come differs.
+            if self._past[number - self.number - 1] == key:
                 return
             self._hear_difference(store, number, (rank, key))
         self._interrupt_if_running(store)
@@ -438,6 +443,7 @@ class RankConsistency:
         self._set_error_of_difference(store, number, other)
         self._error_arrived.set()
         if self._waits_at not in (None, number):
+            # This rank waits at a later event: the verdict ends that wait, on all ranks there.
             store.set(f"{self._comparisons.key_prefix(self._waits_at)}verdict", BEFORE)
 
     def _interrupt_if_running(self, store: dist.Store) -> None:
@@ -456,9 +462,11 @@ class RankConsistency:
         """
         with self._lock:
             epoch = self.epoch
+            # Errors of an earlier epoch are over; of several in this one, the first counts.
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
                 return
             self._failure = number, MeshError(text, source=source, fix=fix)
+        # The failed rank will not come to the event in which this rank waits: end the comparison.
         if (waits := self._waits_at) is not None and self._comparisons.refuse(store, waits):
             self._pending_error = self._failure[1]
             self._error_arrived.set()
@@ -487,6 +495,7 @@ class RankConsistency:
         """Run often by the listener thread: reports if this rank waits long in a torch collective while others
         compare an event; and takes part in the comparison of an event whose graph runs long.
         """
+        # Events that others compare and this rank has not reached.
         pending = sorted(number for number in self._comparisons.asked if number > self.number)
         if pending and not self.running:
             # The rank that came first to that event and waits there, and its hash of the event.
@@ -498,6 +507,7 @@ class RankConsistency:
                     self._failure = self._failure or (self.number, error)
                 self._comparisons.asked.difference_update(pending)
                 self._log(store, ["waits", self.rank, pending[0], error.what, error.fix])
+        # It may wait in a collective for a rank that runs another event: the comparison finds that out.
         if self._samples.runs_long(self.number, self.running):
             self._answer(store, self.number)
 
@@ -534,6 +544,7 @@ class RankConsistency:
         """Returns this rank's connection to the store. The first call opens it, and starts the listener thread."""
         if self._store is None:
             store: Any = c10d._get_default_store()
+            # A connection that nobody else uses, as `BoundedStore` needs.
             self._store = BoundedStore(store.clone(), store.timeout)
             Listener(self._store, f"{self._prefix}log", self.on_message).start()
         return self._store

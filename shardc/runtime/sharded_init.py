@@ -72,11 +72,12 @@ class Lazy(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         source = args[0]
-        if func._schema.is_mutable:
+        if func._schema.is_mutable:  # a plain tensor is filled from lazy ones, which are read now
             return func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
         if func is aten._to_copy.default:
             # It stays on the CPU: its elements go to a device when a tensor there is filled.
             kwargs.pop("device", None)
+        # Shapes and dtypes of the results, without their elements.
         metas = func(*pytree.tree_map_only(Lazy, lambda x: x.meta, args), **kwargs)
         if func in _SAME:
             return cls(metas, source.read)
@@ -90,6 +91,7 @@ class Lazy(torch.Tensor):
             return cls(metas, _narrowed(source, args[1], args[2].tolist()))
 
         def read(at: int, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+            """Runs the op on whole operands, and returns the elements at ``index`` of its result number ``at``."""
             results = func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
             return part(pytree.tree_leaves(results)[at], index)
 
@@ -105,7 +107,7 @@ def _narrowed(source: Lazy, dim: int, positions: Sequence[int]) -> Read:
 
     def read(index: tuple[Sequence[int], ...]) -> torch.Tensor:
         wanted = list(index)
-        along = index[dim]
+        along = index[dim]  # indices into `positions`; a range stays a slice of these
         wanted[dim] = (
             positions[along.start : along.stop] if isinstance(along, range) else [positions[at] for at in along]
         )
@@ -158,7 +160,8 @@ def drawn(numel: int, fill: Fill, dtype: torch.dtype, limit: int) -> Iterator[tu
     """Draws the values of a whole tensor of ``numel`` elements by ``fill``, chunk by chunk. Yields (flat index of the
     first, values) of each chunk.
 
-    Chunks have at most about ``limit`` elements, and share a buffer.
+    Chunks have at most about ``limit`` elements, and share a buffer. They are whole blocks of 16, in which
+    ``normal_`` draws: the values are then those of one fill of the whole tensor.
     """
     step = max(limit // BLOCK, 1) * BLOCK
     buffer = torch.empty(min(numel, step + BLOCK), dtype=dtype)
@@ -175,6 +178,9 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
     """Writes into ``piece`` this rank's elements among ``values``, which are consecutive elements of the whole
     tensor.
 
+    Whole rows (indices of dim 0) are copied together. The first and the last row may be partial; these are placed as
+    tensors of one dim less.
+
     Args:
         start: flat index of the first of ``values`` in the whole tensor.
     """
@@ -187,7 +193,7 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
     while values.numel():
         index, offset = divmod(start, row)
         if offset or values.numel() < row:
-            # Part of one row: recurse into its dims.
+            # Part of one row: recurse into its dims, if this rank has that row.
             size = min(row - offset, values.numel())
             at = bisect_left(piece.indices[0], index)
             if at < len(piece.indices[0]) and piece.indices[0][at] == index:
@@ -223,10 +229,11 @@ def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
     """
     if piece.local is None or piece.local.numel() == 0:
         return
-    mask = torch.ones_like(flat, dtype=torch.bool)
-    position = []
+    mask = torch.ones_like(flat, dtype=torch.bool)  # whether the value is at an index of this rank, in every dim
+    position = []  # per dim, where each value goes in the local tensor
     for index, coordinate in zip(piece.indices, torch.unravel_index(flat, piece.shape), strict=True):
         sorted_index = torch.as_tensor(index)
+        # Also for coordinates that this rank does not have: the comparison then masks them.
         at = torch.searchsorted(sorted_index, coordinate.contiguous()).clamp_(max=len(index) - 1)
         mask &= sorted_index[at] == coordinate
         position.append(at)
@@ -371,6 +378,7 @@ class Virtual(torch.Tensor):
         kwargs = kwargs or {}
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
+            # No elements move: the meta tensors track the strides and offset of the view.
             views = func(*pytree.tree_map_only(Virtual, lambda view: view.meta, args), **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.init_shard), views)
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Virtual)]
@@ -381,6 +389,7 @@ class Virtual(torch.Tensor):
             return _factory(func, target, args, kwargs)
         if not isinstance(target, Virtual) or not is_inplace(func):
             raise unsupported(func, views[0])
+        # `draw` fills in the order of flat indices, as torch does for contiguous tensors only.
         if draws(func) and target.meta.is_contiguous():
             fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731
             draw(piece_of(func, target), fill, target.dtype, target.init_shard.limit)
@@ -425,6 +434,7 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
     def cut_like(other: torch.Tensor) -> torch.Tensor:
         """Returns the elements of operand ``other`` at the positions of this rank's elements of ``target``."""
         if isinstance(other, Virtual):
+            # Nothing is communicated: the other shard must have the same elements.
             others = piece_of(func, other)
             if (others.shape, others.indices) != (piece.shape, piece.indices):
                 raise unsupported(func, other)
@@ -439,7 +449,7 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
             shard = take(shard, dim, index)
         return shard
 
-    if piece.local is not None:
+    if piece.local is not None:  # else other ranks have all elements of the view
         rest, kwargs = pytree.tree_map_only(torch.Tensor, cut_like, (tuple(args[1:]), dict(kwargs)))
         func(piece.local, *rest, **kwargs)
     if func in _FILLS:
@@ -453,6 +463,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
     Each dim of the view must be a range of one dim of the parameter, with one index along the parameter's other dims.
     """
     shard = view.init_shard
+    # The parameter is contiguous.
     strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     # Index, along each dim of the parameter, of the view's first element.
     starts, rest = [], int(view.storage_offset())
@@ -468,6 +479,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
         low, high = bisect_left(index, starts[dim]), bisect_left(index, starts[dim] + lengths.get(dim, 1))
         local = local.narrow(dim, low, high - low)
         indices.append(shifted(index[low:high], starts[dim]))
+    # A dim of size 1 of the view (source None) is no dim of the parameter.
     shape, held_by_view = tuple(view.shape), tuple(range(1) if s is None else indices[s] for s in sources)
     # The view is at one index along these dims, which this rank may not have.
     single = [dim for dim in range(len(shard.shape)) if dim not in lengths]

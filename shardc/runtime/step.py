@@ -82,7 +82,7 @@ class _Watch(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> object:
         """Runs a node of the graph, and notes it if its result is the first with NaN. A collective's result is looked
-        at when it is waited for.
+        at when it is waited for: before, it may have no values yet.
         """
         result = super().run_node(n)
         looks = n.op == "call_function" and self.first == _NOWHERE and collective_kind(n) is None
@@ -121,7 +121,7 @@ def check(
         return
     place = -groups.most(-first)  # the least of all ranks
     nodes = list(half.gm.graph.nodes)
-    if place == _NOWHERE:
+    if place == _NOWHERE:  # no op of any rank has the first NaN
         raise BackwardError("a gradient that came into the backward of a compiled module is NaN")
     info = ir.info(nodes[place])
     where = f"module {info.origin.module!r}" if info.origin.module else "the model's own forward"
@@ -166,18 +166,20 @@ class Runner:
     ) -> None:
         assert spec.groups is not None
         self.program, self.spec, self.params, self.groups = program, spec, params, spec.groups
-        self.sync, self.buffers = params.sync, buffers
+        self.sync, self.buffers = params.sync, buffers  # sums of unreduced gradients; memory of collectives
+        # `half` returns a graph by its phase; the border converts between the user's tensors and those of graphs.
         self.half, self.border = program.half, Border(program)
         self.border.dtensors = spec.dtensor_outputs
         layouts = [role.layout for role in program.outputs if role.layout is not None]
         self.splits_outputs = any(spec.unit(program.outputs, layout) != 1 for layout in layouts)
         self.routing = routing
         self.keys: list[Tensor] = []
-        self._compiled: dict[Half, Compiled] = {}
-        self._ranges: dict[Half, Ranges] = {}
+        self._compiled: dict[Half, Compiled] = {}  # the lowered graphs
+        self._ranges: dict[Half, Ranges] = {}  # names of a graph's parts in profiles
         self._others: dict[int, Runner] = {}  # id of a variant of the program (`using`) -> its runner
         self._timed = self.groups.mesh.timed(program.microbatches)  # with the axis of microbatches
-        self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}
+        self._coordinates: dict[tuple[tuple[str, ...], int], Tensor] = {}  # (axes, microbatch) -> index along them
+        # (parameter, layout, dtype) of each local sum -> graph that reduces these sums.
         self._reductions: dict[tuple[tuple[str, Layout, torch.dtype], ...], Half] = {}
         self._prepared: set[bool] = set()  # of stages: whether training and inference steps are lowered
         self._step_event = Event((("event", "run of the stages"),))
@@ -198,7 +200,7 @@ class Runner:
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
         if used >= every:
             return whole
-        with self.groups.consistency.compiles():
+        with self.groups.consistency.compiles():  # the first request compiles the variant
             return self.half(used)
 
     def run(self, half: Half, inputs: list[object], adds_tokens: bool = False) -> Sequence[Any]:
@@ -213,12 +215,14 @@ class Runner:
         running: Segment | None = None
 
         def enter(segment: Segment) -> None:
+            """Called before each segment of the graph: errors name it, and its collectives use its planned memory."""
             nonlocal running
+            # Equal segments share code, which numbers memory slots from the segment's first.
             running, window.first = segment, segment.slot
             ranges.enter(segment)
 
         try:
-            # In a pipeline ranks run different graphs, which cannot be compared.
+            # In a pipeline ranks run different graphs, which cannot be compared: "" registers no event.
             compared_as = "" if self.program.stage_ranks else f"run of the {half.kind}"
             seeks_nan = half.kind == "backward" and torch.is_anomaly_enabled()
             # The search interprets the graph as it was before lowering, and so by the plan of that.
@@ -274,7 +278,7 @@ class Runner:
         """
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
-        if BACKWARD in peaks:
+        if BACKWARD in peaks:  # with the results that forward keeps for it
             peaks[BACKWARD] = plans[BACKWARD].peak_after(plans[FORWARD])
         return peaks
 
@@ -315,10 +319,11 @@ class Runner:
         """
         # Once per process, before the first step.
         keep_heap()
-        # The graphs have their casts.
+        # Autocast is off: the captured graphs contain its casts already.
         with self.groups.consistency.compiles(), cheap_garbage_collection(), _compat.no_autocast():
             graphs = {half.name: half.gm for half in halves}
             events, names = _COMPARED.setdefault(halves[0].gm, {}), tuple(graphs)
+            # Only at the first time: `use_groups` below writes names into the graphs that other ranks may not have.
             if names not in events:
                 events[names] = program_event(certificate().text(), graphs, halves[0].mesh)
             self.groups.consistency.enter(events[names])
@@ -336,6 +341,7 @@ class Runner:
         if key not in self._reductions:
             with self.groups.consistency.compiles():
                 self._reductions[key] = self.program.reduction(key)
+        # The graph takes the sums in the order of `key`, and coordinates among them.
         half, summands = self._reductions[key], iter(list(sums.values()))
         feed: list[object] = [
             self._coordinate(port) if port.role.kind == "coordinate" else next(summands) for port in half.takes
@@ -384,6 +390,7 @@ class Runner:
             elif port.role.kind == "coordinate":
                 feed.append(self._coordinate(port))
             elif port.role.kind == "key":
+                # `keys` are set when a run is repeated, with the random numbers of before.
                 feed.append(self.keys.pop(0) if self.keys else self.draw(port.example.device))
             else:
                 # An input that is a number is none of the tensors: it is a constant, and the example has its value.
@@ -403,6 +410,7 @@ class Runner:
             return self.groups.coordinate(axes)
         key = axes, microbatch
         if key not in self._coordinates:
+            # The axis of microbatches is the last of the mesh `_timed`, so it varies fastest.
             index = flat_index(self._timed, axes, self.groups.rank * self._timed.microbatches + microbatch)
             self._coordinates[key] = torch.tensor([index], device=port.example.device)
         return self._coordinates[key]
@@ -423,6 +431,7 @@ class Runner:
             if role.kind == "coordinate":
                 return self._coordinate(port, microbatch)
             key = role.kind, role.name
+            # Cached: all microbatches, and a repeated run, take the same values, random keys among them.
             if key not in values:
                 values[key] = self.local([port], self.feed([port], inputs))[0]
             return values[key]

@@ -51,7 +51,7 @@ class View:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Applies the view ops to the source tensor ``x``, and returns the output."""
-        if self.from_feed and self.output.itself:
+        if self.from_feed and self.output.itself:  # the output is the argument itself
             return x
         # Either a view of the detached source, or (below) a detached tensor that is no view, as on one device.
         if self.detached and self.output.view:
@@ -62,6 +62,7 @@ class View:
             return x.detach()
         if self.output.part:
             return x.unsqueeze(0).unbind(0)[0]  # torch refuses in-place changes of a result of unbind
+        # Without ops the graph returns the values; `view_as` makes autograd take them for a view, as on one device.
         return x if self.ops or not self.output.view else x.view_as(x)
 
 
@@ -87,6 +88,7 @@ class Base:
         """
         values = [outputs[at] for at in self.of]
         first, size = values[0], max(map(_end, self.places))
+        # Where the base starts in the memory of the first output, if all outputs lie there.
         start = first.storage_offset() - self.places[0][2]
         memory = {x.untyped_storage().data_ptr() for x in values}
         placed = [(tuple(x.shape), x.stride(), x.storage_offset() - start) for x in values]
@@ -106,7 +108,7 @@ class Base:
             if at in self.split:
                 part = left.as_strided(*place)
                 yield at, part.clone(memory_format=torch.contiguous_format)
-                part.zero_()
+                part.zero_()  # its elements are counted: later outputs get 0 for them
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Views:
         bases = [base.holding(outputs) for base in self.bases]
         without_views = list(outputs)
         for view in self.views:
+            # An output with itself as source has its values from the graph.
             if view.from_feed or view.source != view.at:
                 without_views[view.at] = None
         return without_views + bases
@@ -199,13 +202,17 @@ class _Search:
         self.copies: set[int] = set()
 
     def views_and_bases(self) -> Views:
-        """Runs the search."""
+        """Runs the search: sorts the outputs by whose memory they are in on one device (another output's, an
+        argument's, or one that is not returned), tries to make each as a view, and marks as read-only what must be
+        copied.
+        """
         by_unreturned_memory: dict[int, list[int]] = {}  # outputs that share a memory that is no output or argument
         for at, output in self.returned.items():
             if output.of_output is not None:
                 source = self.at_index[output.of_output]
                 detached = at not in self.differentiable and source in self.differentiable
-                self._add_view(at, source, False, detached, self.axes[at] == self.axes[source])
+                fits = self.axes[at] == self.axes[source]
+                self._add_view(at, source, from_feed=False, detached=detached, fits=fits)
             elif output.of is not None:
                 self._add_view_of_argument(at, output, output.of)
             else:
@@ -214,10 +221,10 @@ class _Search:
             self._add_views_of_unreturned(group)
         read_only = self._read_only()
         for at in self.copies - read_only:  # they do not overlap
-            self.views[at] = View(at, at, False, (), self.returned[at])
+            self.views[at] = View(at, source=at, from_feed=False, ops=(), output=self.returned[at])
         # A read-only output is the value that the graph returns, and not a view of an argument.
         views = {at: view for at, view in self.views.items() if at not in read_only or not view.from_feed}
-        count = len(self.program.outputs)
+        count = len(self.program.outputs)  # bases are numbered behind the outputs
         read_only |= {count + at for at, base in enumerate(self.bases) if read_only.intersection(base.of)}
         return Views(tuple(_ordered(views)), tuple(self.bases), frozenset(read_only))
 
@@ -226,7 +233,8 @@ class _Search:
         from this rank's shard of that tensor; else adds it to ``copies``.
 
         Args:
-            fits: whether the layouts allow it.
+            at, source, from_feed, detached: as in `View`.
+            fits: whether the layouts allow it: both tensors are split along the same mesh axes.
         """
         if from_feed:
             node, value = ir.placeholders(self.half.graph)[source], self.feed[source]
@@ -243,8 +251,10 @@ class _Search:
         """Adds output ``at``, which on one device is a view of the input, buffer, parameter or constant ``name``."""
         kind = next((kind for kind in ("input", "buffer", "param") if (kind, name) in self.takes), "constant")
         if kind in ("input", "buffer"):
+            # Buffers are replicated: `_add_view` tries the ops.
             fits = kind == "buffer" or self.axes[at] == _axes(dict(self.program.inputs)[name])
-            self._add_view(at, self.takes[kind, name], True, at not in self.differentiable, fits)
+            detached = at not in self.differentiable
+            self._add_view(at, self.takes[kind, name], from_feed=True, detached=detached, fits=fits)
         elif kind == "constant" or self.dtensors or output.itself:
             self.copies.add(at)
         # A view of a parameter stays as the graph returns it, if it is in the parameter's memory.
@@ -257,8 +267,9 @@ class _Search:
         """
         if len(group) == 1:
             (at,) = group
+            # As DTensors, only views that torch refuses to change in place (`Returned.part`) are made again.
             if self.returned[at].part if self.dtensors else self.returned[at].view:
-                self.views[at] = View(at, at, False, (), self.returned[at])
+                self.views[at] = View(at, source=at, from_feed=False, ops=(), output=self.returned[at])
             return
         fits = len({self.axes[at] for at in group}) == 1 and not self.dtensors
         base = self._base(group) if fits else None
@@ -269,18 +280,21 @@ class _Search:
         self.bases.append(base)
         for at, place in zip(group, base.places, strict=True):
             detached = at not in self.differentiable and bool(base.split)
-            self.views[at] = View(at, source, False, (partial(_strided_view, place),), self.returned[at], detached)
+            ops = (partial(_strided_view, place),)
+            self.views[at] = View(at, source, from_feed=False, ops=ops, output=self.returned[at], detached=detached)
 
     def _base(self, group: Sequence[int]) -> Base | None:
         """Returns the `Base`: a common tensor from which the outputs at positions ``group`` can be made as views. None
         if there is none.
         """
+        # Each path goes up from the output to the node whose memory it is in; the first node on all paths is nearest.
         paths = [list(filter(ir.is_tensor, _view_chain(self.nodes[at]))) for at in group]
         common = next((node for node in paths[0] if all(node in path for path in paths)), None)
         values = [self.outputs[at] for at in group]
         if common is None or len({x.dtype for x in values}) > 1:
             return None
         if len({x.untyped_storage().data_ptr() for x in values}) > 1:  # the graph computed them separately
+            # Strides and offsets are then found by the view ops, on a meta tensor in place of the common node.
             root = torch.empty(ir.value(common).shape, dtype=values[0].dtype, device="meta")
             through = [_through(self.nodes[at], common, root) for at in group]
             if [x.shape for x in through] != [x.shape for x in values]:
@@ -325,8 +339,8 @@ def _axes(layout: Layout | None) -> frozenset[str]:
 
 
 def _ordered(views: dict[int, View]) -> Iterator[View]:
-    """Yields the views such that each comes after its source."""
-    left = dict(views)
+    """Yields the views such that each comes after its source. ``views`` are by position of their output."""
+    left = dict(views)  # not yielded yet
 
     def of(view: View) -> Iterator[View]:
         if left.pop(view.at, None) is not None:
@@ -345,6 +359,7 @@ def _view_chain(node: fx.Node | None) -> Iterator[fx.Node]:
     while node is not None:
         yield node
         operand: Any = node.args[0] if node.args else None
+        # A `getitem` takes one of several results: the op before it tells whether they are views.
         is_view = _is_view_op(operand) if node.target is getitem else _is_view_op(node)
         node = operand if is_view else None
 
