@@ -66,6 +66,7 @@ class Attention:
         names = NameScope.of(gm.graph)
         for node in [kernel for kernel in kernels if not _is_backward(kernel)]:
             module = ir.info(node).origin.module
+            # Of several entries for an axis, the last one.
             entries = tuple({entry.axis: entry for entry in self.entries if entry.applies_to(module)}.values())
             backward = _backwards(node)
             if entries and all(map(_supported, [node, *backward])):
@@ -104,11 +105,13 @@ class Attention:
         spec, work = spec_of(call), Work.of(call)
         assert spec is not None
         arguments = arguments_of(node)
+        # Bytes of all keys and values; each rank starts with its ``part`` of them.
         sent = sum(prod(v.shape) * v.itemsize for v in (ir.value(arguments[name]) for name in ("key", "value")))
         operations = spec.flops / self.mesh.ranks
         computed = self.cost.compute_seconds(operations, 0, work.dtypes[0], work.attention)
         axes, part = (entry.axis,), sent / self.mesh.ranks
-        gathered = passing_seconds(self.mesh, axes, part, None, self.cost)
+        # A ring passes them beside the computation, a gather (None) before it.
+        gathered = passing_seconds(self.mesh, axes, part, computed=None, cost=self.cost)
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
@@ -118,6 +121,7 @@ class Attention:
         for entry in self.entries:
             if entry.method not in ("ring", "ulysses") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue
+            # What may be part of an attention: batched products (it is written out), and kernels that were left as is.
             written = [n for n in graph.nodes if n.target is torch.ops.aten.bmm.default or _is_kernel(n)]
             first = next((n for n in written if entry.applies_to(ir.info(n).origin.module)), None)
             fix = 'use scaled_dot_product_attention (attn_implementation="sdpa") without dropout'
@@ -149,7 +153,7 @@ def _is_backward(kernel: fx.Node) -> bool:
 def _backwards(kernel: fx.Node) -> list[fx.Node]:
     """Returns the backward kernels that take results of a forward kernel."""
     kernels, results = [], list(kernel.users)
-    for result in results:  # grows
+    for result in results:  # grows by what autograd detaches before it saves it
         kernels += [user for user in result.users if _is_backward(user)]
         results += [user for user in result.users if user.target is torch.ops.aten.detach.default]
     return kernels
@@ -160,6 +164,7 @@ def _supported(node: fx.Node) -> bool:
     bias, and a bias that needs a gradient prevent that.
     """
     arguments = arguments_of(node)
+    # A backward kernel has a mask of the gradients that are wanted: of query, key, value and bias.
     wants_bias = (arguments.get("grad_input_mask") or [False] * 4)[3] and _bias(arguments) is not None
     both = bool(arguments.get("is_causal")) and _bias(arguments) is not None
     return not arguments.get("dropout_p") and not wants_bias and not both
@@ -192,6 +197,7 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
     arguments, record, old = arguments_of(node), ir.info(node), node.target
     query, key = arguments["query"], arguments["key"]
     scale = ir.value(query).shape[3] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
+    # Causal, scale, number of keys, axes, methods, ring or gather: the last arguments of both ops.
     how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *_axes_and_methods(entries), around)
     tensors = (query, key, arguments["value"])
     # A backward kernel reads the result of its forward.
@@ -199,14 +205,16 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScop
         grad = arguments.get("grad_out", arguments.get("grad_out_"))
         node.target = attention_ops.GRADIENT
         node.args = (grad, *tensors, arguments["out"], arguments["logsumexp"], _bias(arguments), *how)
-        count = 3
+        count = 3  # results: the gradients of query, key and value
     else:
+        # Results: output and logsumexp.
         node.target, node.args, count = attention_ops.CALL, (*tensors, _bias(arguments), *how), 2
     node.kwargs = {}
     vals = fx.map_arg(node.args, lambda x: x.meta["val"])
     node.meta["val"] = tuple(node.target(*vals))
     value = ir.value_of(node.meta["val"][:count])
     assert isinstance(value, tuple)
+    # The kernel's name in the node's name ("_scaled_dot_product_flash_attention") is replaced by "attention".
     plain = record.name.replace(str(old).removeprefix("aten.").removesuffix(".default"), "attention")
     ir.set_info(node, replace(record, name=names.fresh(plain), value=value))
     for user in node.users:

@@ -47,13 +47,14 @@ class Canonicalize:
             if node.target in _CHECKS and not node.users:
                 gm.graph.erase_node(node)
                 continue
-            same = EQUALS[node.target](node) if node.target in EQUALS else None
+            same = EQUALS[node.target](node) if node.target in EQUALS else None  # an earlier value that it is equal to
             if same is None and node.target in _MOVES:
                 first = moves.setdefault((node.target, _frozen(node.args)), node)
                 same = None if first is node else first
             if same is not None:
                 rewriter.replace(node, same)
             elif node.target in RESHAPES:
+                # Reshapes and views are all views in this graph. One of another one reads that one's source.
                 node.target = aten.view.default
                 source = node.args[0]
                 if source.op == "call_function" and source.target in RESHAPES and len(source.users) == 1:
@@ -85,7 +86,7 @@ def _before_transposes(node: fx.Node) -> fx.Node | None:
     if source.op != "call_function" or source.target not in TRANSPOSES:
         return None
     first = permutation(source)
-    both = [first[dim] for dim in permutation(node)]
+    both = [first[dim] for dim in permutation(node)]  # the order of dims after both
     return source.args[0] if both == sorted(both) else None
 
 
@@ -95,10 +96,12 @@ def _selected(node: fx.Node) -> fx.Node | None:
 
     Makes ``node`` read the source of each ``select_scatter`` that wrote at another index.
     """
+    # select(x, dim, index); select_scatter(x, written, dim, index).
     rank, dim, at = len(ir.value(node).shape) + 1, node.args[1], node.args[2]
     size = ir.value(node.args[0]).shape[dim]
     while (source := node.args[0]).target is aten.select_scatter.default and source.args[2] % rank == dim % rank:
         if source.args[3] % size == at % size:
+            # A value of another dtype was cast when it was written.
             return source.args[1] if ir.value(source.args[1]) == ir.value(node) else None
         node.args = (source.args[0], *node.args[1:])
     return None
@@ -113,7 +116,7 @@ def _of_same_shape(node: fx.Node) -> fx.Node | None:
 def _of_same_type(node: fx.Node) -> fx.Node | None:
     """Returns the operand of a cast whose result has the operand's dtype and device; else None."""
     source: Any = node.args[0]
-    unchanged = set(node.kwargs) <= {"dtype", "device", "layout", "pin_memory"}
+    unchanged = set(node.kwargs) <= {"dtype", "device", "layout", "pin_memory"}  # not the memory format
     same_device = "val" not in source.meta or source.meta["val"].device == node.meta["val"].device
     return source if unchanged and same_device and ir.value(source) == ir.value(node) else None
 

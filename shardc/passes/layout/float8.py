@@ -106,8 +106,11 @@ class _Quantiser:
             self._replace(product)
 
     def _products(self) -> Iterator[_Product]:
-        """Yields each product of a linear layer in a module whose products the plan wants in float8."""
-        weight_of, inputs = _weights_of_gradients(self.graph), set()
+        """Yields each product of a linear layer in a module whose products the plan wants in float8: of x and w in
+        forward, of dy and w (gradient of x) and of x and dy (gradient of w) in backward.
+        """
+        weight_of = _weights_of_gradients(self.graph)
+        inputs = set()  # (weight, x) of each product of forward
         for node in self.graph.find_nodes(op="call_function", target=aten.mm.default):
             origin = ir.info(node).origin
             if not self.options.scaled.get(origin.module):
@@ -115,7 +118,7 @@ class _Quantiser:
             sources = [_operand(x).source for x in node.args]
             params = [_param(x) for x in sources]
             backward = origin.phase == "backward"
-            # The product of forward, or the gradient of its input: one operand is the weight.
+            # The product of forward, or the gradient of its input: one operand is the weight, the other no parameter.
             if params.count(None) == 1:
                 side = params.index(None)
                 param, other = params[1 - side], sources[side]
@@ -127,7 +130,7 @@ class _Quantiser:
                     yield _Product(node, param, other)
             # The gradient of the weight, a product of the input and the gradient of the output.
             elif backward and (param := weight_of.get(node)) is not None:
-                gradients = [x for x in sources if (param, x) not in inputs]
+                gradients = [x for x in sources if (param, x) not in inputs]  # the operand that is not x
                 if len(gradients) == 1:
                     yield _Product(node, param, gradients[0])
 
@@ -135,6 +138,7 @@ class _Quantiser:
         """Raises PlanError if the kernels do not take a size of the weight, or tokens do not fill whole blocks."""
         name, shape = ir.info(product.param).name, ir.value(product.param).shape
         unit = BLOCK if self._scaling(product.node) == "mxfp8" else UNIT
+        # The dim that the product sums over; in the gradient of a weight the tokens, in others a dim of the weight.
         summed = ir.value(product.node.args[0]).shape[1]
         if any(size % unit for size in shape):
             what = f"{name!r} has shape {list(shape)}, and float8 products take sizes that are multiples of {unit}"
@@ -154,9 +158,11 @@ class _Quantiser:
         node, operands, maxima = product.node, [], []
         scaling = self._scaling(node)
         for position, x in enumerate(node.args):
-            source, turned = _operand(x)
+            source, turned = _operand(x)  # the matrix, and whether ``x`` is its transpose
+            # A gradient needs the dtype with the wider range only if its whole matrix has one scale.
             wide = source is product.gradient and scaling == "tensorwise"
-            # The dim that the product sums over, counted before the transpose, as matrices are quantised before it.
+            # The dim that the product sums over: dim 1 of operand 0, dim 0 of operand 1. It is counted before the
+            # transpose, as matrices are quantised before it.
             dim = None if scaling == "tensorwise" else 1 - position if not turned else position
             # A weight is quantised as it is stored, whatever it is cast to, and gathered in float8.
             key = (_param(source) or source, dim, _WIDE if wide else _FINE)
@@ -165,7 +171,8 @@ class _Quantiser:
             quantised, amax = self.quantised[key]
             at = self.rewriter.before(node, like=quantised)
             operands.append(at.call(aten.t.default, quantised) if turned else quantised)
-            # Maxima are transposed with their matrix; those of blocks have a dim more.
+            # Maxima are transposed with their matrix. Those of blocks have a dim more, of size 1, behind the dim of the
+            # blocks: [a / 32, 1, b] becomes [b, a / 32, 1], and [a, b / 32, 1] becomes [b / 32, 1, a].
             if turned and dim is not None:
                 order = ([1, 0], [1, 0]) if scaling == "rowwise" else ([2, 0, 1], [1, 2, 0])
                 amax = at.call(aten.permute.default, amax, order[position])
@@ -187,6 +194,7 @@ class _Quantiser:
             product, like=x, module=origin.module, source=origin.source, phase=origin.phase, region=origin.region
         )
         magnitudes, over = at.call(aten.abs.default, x), [0, 1] if dim is None else [dim]
+        # Blocks: the dim, of n elements, is viewed as [n / 32, 32], and the maximum is taken over the 32.
         if dim is not None and self._scaling(product) == "mxfp8":
             shape = list(ir.value(x).shape)
             shape[dim : dim + 1], over = [shape[dim] // BLOCK, BLOCK], [dim + 1]
@@ -216,6 +224,7 @@ def _weights_of_gradients(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Returns node -> parameter, for nodes that lead to the parameter's gradient by views, casts and sums alone."""
     params = {ir.role(node).name: node for node in ir.placeholders(graph, "param")}
     out: dict[fx.Node, fx.Node] = {}
+    # From each gradient back, up to and including the first op that is something else, such as the product.
     for role, result in ir.outputs(graph):
         work = [result] if role.kind == "grad" and role.name in params and isinstance(result, fx.Node) else []
         while work:

@@ -82,8 +82,9 @@ class Pad:
     requires = ("seed",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        tags = (node for node in gm.graph.nodes if node.target is ops.tag)
+        tags = (node for node in gm.graph.nodes if node.target is ops.tag)  # markers of named activations
         nothing = not self.inputs and not self.params
+        # Its shape twice: nothing is padded so far.
         if nothing and all(self.grow(t.kwargs["name"], *[ir.value(t).shape] * 2) is None for t in tags):
             return gm
         return LazyGraphModule(gm, _Padder(self, gm.graph).run())
@@ -109,6 +110,7 @@ class _Padder(PaddedValues):
             if node.op not in ("placeholder", "get_attr") and not started:
                 started = True
                 self._inputs()
+            # Of the old node that is rewritten: new nodes get its record, and its operands' strides.
             self.record, self.traced = (ir.info(node) if node.op != "output" else Info("", None)), node
             if node.op == "output":
                 output = self.graph.output(
@@ -145,19 +147,20 @@ class _Padder(PaddedValues):
             node = tensors[at]
             self.record = ir.info(node)
             shape = ir.value(node).shape
-            padding = _padding_of(layout, shape, ir.layout(node))
+            padding = _padding_of(layout, shape, have=ir.layout(node))
             grown = self.grown(self.plain[node], padding)
             record = replace(self.record, origin=replace(self.record.origin, cause=cause))
             value = replace(ir.value(grown), layout=layout)
             placed = self.rewriter.end(record, "placed").typed(value, ops.reshard, grown)
             placed.meta["val"] = grown.meta["val"]
-            self.padded[node] = Padded(placed, padding, 0)
+            self.padded[node] = Padded(placed, padding, filling=0)
 
     def _param(self, node: fx.Node) -> None:
         """Copies the ``unpad`` node of a parameter. If ops compute with shards of the parameter, also records its
         padded form, which they use: the parameter, its cast or its reshard.
         """
         self.plain[node] = self._copy(node)
+        # From the unpad back to the parameter: parameter -> cast, reshards -> unpad of each dim.
         chain: list[Any] = [node]
         while chain[-1].op == "call_function":
             chain.append(chain[-1].args[0])
@@ -167,7 +170,8 @@ class _Padder(PaddedValues):
             return
         # If a parameter is cast before its gather, ops use the cast.
         placed = next(x for x in chain if x.target in (CAST, QUANTISE) or ir.value(x).layout == layout)
-        self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
+        # Storage is padded with zeros.
+        self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), filling=0)
 
     def _output(self, role: ir.Role, x: fx.Node) -> fx.Node:
         """Returns the node in the new graph that takes the place of the output ``x``: padded if it is the gradient of a
@@ -176,6 +180,8 @@ class _Padder(PaddedValues):
         layout = self.options.params.get(role.name) if role.kind == "grad" else None
         if layout is None:
             return self.without_padding(x)
+        # `Seed` has padded the gradient to the stored shape, before its last cast. Its pads are left out, as the value
+        # before them may be padded already.
         cast = x if x.target is aten._to_copy.default and x.args[0].target is ops.pad else None
         source = x if cast is None else cast.args[0]
         while source.target is ops.pad:
@@ -219,6 +225,7 @@ class _Padder(PaddedValues):
         if spec is None or call is None or len(spec.operands) != len(operands):
             self.plain[node] = self._copy(node)
             return
+        # Padding is decided per factor (loop of the op), as all operands and results with the factor have to agree.
         padded_factors = self._factors_kept(node, call, spec, operands)
         if not padded_factors:
             self.plain[node] = self._copy(node)
@@ -229,11 +236,10 @@ class _Padder(PaddedValues):
         result = self._emit_padded(node, call, spec, grown_operands, operand_paddings, results)
         # What moves elements keeps the value in the padding; what other ops compute there is undefined.
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
-        filling = (
-            0 if node.target is QUANTISE else filling
-        )  # `_operand` pads what is quantised with zeros, which stay zero
+        # `_operand` pads what is quantised with zeros, which stay zero.
+        filling = 0 if node.target is QUANTISE else filling
         if isinstance(ir.info(node).value, tuple):
-            rest = iter(results)
+            rest = iter(results)  # of the results that are tensors
             paddings = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
             self.several[node] = result, paddings, filling
         else:
@@ -246,7 +252,7 @@ class _Padder(PaddedValues):
         if any(map(is_padded, padding)):
             self.padded[node] = Padded(result, padding, filling)
             if any(user.op == "output" for user in node.users):
-                # An output of the forward has the strides of a run on one device.
+                # An output leaves without padding, and has the strides of a run on one device: a slice has others.
                 self.plain[node] = self.like(self.without_padding(node), node)
         else:
             self.plain[node] = result
@@ -267,7 +273,7 @@ class _Padder(PaddedValues):
         operands. Warns of operands that are padded along other factors and have to be cut back.
         """
         padded_factors: dict[str, Runs] = {}
-        lost: dict[fx.Node, str] = {}
+        lost: dict[fx.Node, str] = {}  # operand that is cut back -> the reason
         # The numbers that a draw gives depend on its size, so it is not padded.
         drawn = find_rule(node.target) in factory.DRAWS.values()
         for x, dims in zip(operands, spec.operands, strict=True):
@@ -276,17 +282,18 @@ class _Padder(PaddedValues):
             for runs, factors in zip(self.padded[x].padding, dims, strict=True):
                 if not is_padded(runs):
                     continue
+                # The dim is the product of ``factors``: which of them has the padding?
                 shared = share_out(runs, [spec.size(f) for f in factors])
                 if shared is None:
                     lost[x] = "its dim is cut elsewhere"
                     continue
-                for factor, mine in zip(factors, shared, strict=True):
-                    if not is_padded(mine) or drawn or not spec.splittable(factor):
+                for factor, factor_runs in zip(factors, shared, strict=True):
+                    if not is_padded(factor_runs) or drawn or not spec.splittable(factor):
                         continue
-                    if (reason := _obstacle(call, spec, factor, mine)) is not None:
+                    if (reason := _obstacle(call, spec, factor, factor_runs)) is not None:
                         lost[x] = reason
-                    else:
-                        padded_factors.setdefault(factor, mine)
+                    else:  # the first operand decides how, others follow
+                        padded_factors.setdefault(factor, factor_runs)
         for x, reason in lost.items():
             self._warn(node, x, reason)
         return padded_factors
@@ -311,8 +318,9 @@ class _Padder(PaddedValues):
         padding = _padding_of_dims(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
             return self.without_padding(x)
-        mine = {factor for factors in dims for factor in factors if factor in padded_factors}
-        fills = {reduction_identity(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
+        padded_here = {factor for factors in dims for factor in factors if factor in padded_factors}
+        # A factor that some result lacks is reduced. The others may have anything in the padding, except as below.
+        fills = {reduction_identity(call, spec, factor) for factor in padded_here if not spec.carried_by_all(factor)}
         value = ir.value(x)
         if not fills and find_rule(call.target) in contractions.MATRIX_FUNCTIONS.values():
             name = [name for name, _ in call.named_operands()][at]
@@ -323,7 +331,7 @@ class _Padder(PaddedValues):
         if call.target is QUANTISE:
             fills = {0}  # float8 has no masked_fill
         if spec.routed is not None and not spec.routed.moving and not value.dtype.is_floating_point:
-            fills = {spec.size(spec.routed.owners)}  # no expert is chosen
+            fills = {spec.size(spec.routed.owners)}  # the index behind the last expert: no expert is chosen
         filling = next(iter(fills), None)
         assert len(fills) <= 1, f"{call.name} reduces in two ways"
         return self.padded_to(x, padding, filling)
@@ -356,6 +364,7 @@ class _Padder(PaddedValues):
         localize = Local.same if rule.opaque else rule.localize
         result = localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(result, fx.Node) and result.op == "call_function":
+            # The sizes without padding, which its rule can ask for when the op is localized to shards.
             ir.update(result, name=self.record.name, true_sizes=tuple(true_size(runs) for one in grown for runs in one))
         return result
 
@@ -368,6 +377,7 @@ def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None
     for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True)):
         split = () if have is None or size == true else have.dim_axes(dim)
         shards = prod(layout.mesh.size(axis) for axis in split)
+        # Axes of the present layout split the first run (one place per shard), those that need the padding the second.
         axes = tuple(axis for axis in layout.dim_axes(dim) if axis not in split) if size != true else ()
         padding.append(canonical_runs([Run(shards, shards), Run(size // shards, true // shards, axes)]))
     return tuple(padding)
@@ -385,6 +395,7 @@ def _padding_of_dims(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors
 
 def _obstacle(call: Call, spec: Spec, factor: str, runs: Runs) -> str | None:
     """Returns why an op cannot compute with ``factor`` padded by ``runs``, as text for a warning; None if it can."""
+    # Several runs: padding lies between elements, and moves those behind it.
     if factor in spec.indexed and len(runs) > 1:
         return "its elements are found by their place"
     # Padding of a factor that shares a dim with another one would lie between true elements.

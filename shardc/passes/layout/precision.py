@@ -51,6 +51,7 @@ class Precision:
         before = list(ir.outputs(gm.graph))
 
         def reduced(role: ir.Role, node: fx.Node) -> fx.Node:
+            """Returns the output ``node``, reduced if it is the gradient of a parameter with a dtype for it."""
             has_dtype = role.kind == "grad" and role.name in self.stored
             return self._reduced(rewriter, output, node, role.name) if has_dtype else node
 
@@ -70,6 +71,7 @@ class Precision:
         if node is grad and stored == dtype == reduce:
             return grad
         layout = self.layouts[name]
+        # A deferred reduction leaves some axes partial.
         layout = self.deferred.layout(name, layout, ir.layout(node)) or layout
         if reduce != dtype:
             at = rewriter.before(output, like=computed, suffix="cast", cause=REDUCED_IN)

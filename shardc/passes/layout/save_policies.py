@@ -37,7 +37,8 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
         return
     calls = [node for node in graph.nodes if node.op == "call_function" and ir.info(node).origin.phase == "forward"]
     _check_ops(calls, saves)
-    first = 1 + max((ir.info(node).origin.region for node in calls), default=0)
+    first = 1 + max((ir.info(node).origin.region for node in calls), default=0)  # the first number that is free
+    # A whole module that is recomputed is a checkpoint region; one inside of another belongs to the outer one.
     regions = [x.module for x in saves if x.where == "recompute" and not x.ops]
     outermost = [name for name in dict.fromkeys(regions) if not any(is_in(name, x) and name != x for x in regions)]
     numbers = {name: first + at for at, name in enumerate(outermost)}
@@ -54,7 +55,7 @@ def mark_saves(graph: fx.Graph, saves: Sequence[SavePolicy]) -> None:
 
     in_memory_anyway = _in_memory(graph)
     for node in calls:
-        model_origin = origin = ir.info(node).origin
+        model_origin = origin = ir.info(node).origin  # ``model_origin``: before any policy, by the model's own code
         for policy in policies_of(origin.module):
             if policy.names(node.target):
                 region = region_of(origin.module)
@@ -72,6 +73,9 @@ def _with_policy(policy: SavePolicy, origin: Origin, model_origin: Origin, regio
         model_origin: the origin by the model's own code.
         region: number of the plan's checkpoint region around the op.
         in_memory: the value is a parameter, a buffer or an input, which is in memory anyway.
+
+    A policy for single ops (``policy.ops``) marks these; one for whole modules decides their region, and takes back
+    what earlier policies marked.
     """
     if policy.where == "recompute":
         return (
@@ -89,7 +93,7 @@ def _in_memory(graph: fx.Graph) -> set[fx.Node]:
     """Return the values that are in memory anyway: arguments of ``graph`` and their views, and what is computed from
     parameters, buffers and constants alone.
     """
-    alone: set[fx.Node] = set()
+    alone: set[fx.Node] = set()  # computed from parameters, buffers and constants alone
     in_memory: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -107,6 +111,7 @@ def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:
     """Raise PlanError if an entry of ``saves`` names an op that is never called in the modules of the entry. ``calls``:
     all forward ops of the graph.
     """
+    # An entry is one policy for each of its modules, all with the same ops.
     by_entry: dict[str, list[SavePolicy]] = {}
     for policy in saves:
         if policy.ops:
@@ -119,5 +124,6 @@ def _check_ops(calls: Sequence[fx.Node], saves: Sequence[SavePolicy]) -> None:
                 raise PlanError(
                     f"there is no op {name!r} in the forward of {shorten([p.module for p in policies], 3)}",
                     plan_entry=entry,
+                    # Names with and without the overload: "aten.mm.default", "aten.mm".
                     fix=near(name, [*ops, *(op.rpartition(".")[0] for op in ops)], f"there are {shorten(ops)}"),
                 )
