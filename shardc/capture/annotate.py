@@ -52,6 +52,7 @@ def annotate(
     _name_outputs(ir.output_node(gm.graph), inputs, duplicates)
     _drop_effects(gm.graph)
     names = NameScope()
+    # Gradients that forward itself computes come from autograd, too; they are forward, as its outputs need them.
     needed = _needed_forward(gm.graph)
     backward_from = _first_backward(gm.graph, needed)
     # Forward nodes behind it are moved before it, so that all that follows is backward.
@@ -68,7 +69,7 @@ def annotate(
             record = Info(names.fresh(name), ir.value_of(node.meta.get("val")), Origin(phase=phase), role)
         else:
             phase = "backward" if backward else "forward"
-            if node.target is torch.ops.shardc.tag.default:
+            if node.target is torch.ops.shardc.tag.default:  # (x, name): marks an activation that the plan names
                 node.target, node.kwargs, node.args = ops.tag, {"name": node.args[1]}, node.args[:1]
             module = _module_path(node)
             name = _op_name(node, module) if phase == "forward" else f"d.{_op_name(node, module)}"
@@ -89,6 +90,7 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
         dtype = stored[PREFIX + record.name]
         if dtype == value.dtype:
             continue
+        # The placeholder gets the stored dtype; its users get a cast to the traced one, before the first of them.
         traced = node.meta["val"]
         node.meta["val"] = traced.to(dtype)
         ir.set_info(node, replace(record, value=replace(value, dtype=dtype)))
@@ -110,7 +112,7 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
     gradients of the others are added to its gradient.
     """
     output = ir.output_node(graph)
-    placed: dict[aot.AOTInput, fx.Node] = {}
+    placed: dict[aot.AOTInput, fx.Node] = {}  # descriptor, with the first name -> the placeholder that remains
     for node in ir.placeholders(graph):
         desc = node.meta["desc"] = _by_first_name(node.meta["desc"], first)
         if placed.setdefault(desc, node) is not node:
@@ -176,6 +178,7 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
     if backward_from is None:
         return
     output = ir.output_node(graph)
+    # From the last node back to `backward_from`: the rest of the graph behind it.
     later = list(takewhile(lambda node: node is not backward_from, reversed(graph.nodes)))
     for node in reversed(later):
         if node in needed and node is not output:
@@ -197,6 +200,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
     named = [(role, result) for role, result in zip(roles, results, strict=True) if role is not None]
     output.args = (tuple(result for _, result in named),)
     output.meta[ir.ROLES] = tuple(role for role, _ in named)
+    # Positions of outputs that are the tensor of an earlier output.
     output.meta[AGAIN] = {desc.idx for desc in output.meta["desc"] if desc in duplicates}
     for role, result in named:
         if role.kind in _MUST_NOT_CHANGE:
@@ -226,6 +230,7 @@ def _drop_effects(graph: fx.Graph) -> None:
     """
     for node in reversed(list(graph.nodes)):
         token = isinstance(node.meta.get("desc"), aot.ForwardTokenAOTInput | aot.BackwardTokenAOTInput)
+        # A result of an op with effects, which torch wraps in an op that takes and returns a token.
         picked = node.target is getitem and node.args[0].target is _WITH_EFFECTS
         if not node.users and (token or picked or node.target is _WITH_EFFECTS):
             graph.erase_node(node)
@@ -275,7 +280,7 @@ def _output_role(desc: aot.AOTOutput, inputs: Sequence[str]) -> Role | None:
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs)
         return Role("grad", target.name, target.index)
-    if isinstance(desc, aot.InputMutationAOTOutput):
+    if isinstance(desc, aot.InputMutationAOTOutput):  # the new value of a buffer; of others it is refused later
         target = _input_role(desc.mutated_input, inputs)
         return Role(target.kind, target.name, target.index)
     if isinstance(desc, aot.SubclassGetAttrAOTOutput):

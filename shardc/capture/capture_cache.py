@@ -53,7 +53,8 @@ class CaptureOnce:
             tuple((name, *_metadata(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
             tuple(tags), dtypes, frozenset(lengths),
         )  # fmt: skip
-        # Several may have the key: what they read is known only after the capture.
+        # Several may have the key: attributes and globals that a capture reads are known only after it, so these are
+        # compared by their values.
         for values, cached in self._cache.get(key, ()):
             if cached.reads.values(model, loss) == values:
                 return replace(cached, graph=_copied(cached.graph))

@@ -249,6 +249,7 @@ def may_run(error: Exception) -> bool:
     tensors.
     """
     text = str(error)
+    # Errors of the model itself, of its result, of values or of kernels would be the same in such a run.
     if not isinstance(error, TorchDynamoException) or re.search(rf"{LOSS_GAVE}|Found <class", text):
         return False
     if "ata-dependent" in text or any(re.search(form, text, re.DOTALL) for form in _KERNEL_ERRORS):
@@ -272,16 +273,17 @@ def capture_error(
         uncast: the result of `Dtypes.uncast`.
     """
     text, name = str(error), type(model).__name__
+    # The most specific explanation first; the last one quotes Dynamo's reason.
     if (of_result := _result_error(text, model, loss)) is not None:
         return of_result
     frames_of = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     line = user_frame(frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in frames_of])
     for form in _KERNEL_ERRORS:
         if failed := re.search(form, text, re.DOTALL):
-            cause, fix = uncast if "dtype" in failed[2] else ("", "")
+            cause, fix = uncast if "dtype" in failed[2] else ("", "")  # failed: (op, reason)
             failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
             return error_at(line, f"{name} does not run on {_inputs_text(inputs)}: {failure}", fix or _FIX_INPUTS)
-    stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
+    stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are: adds to the fix
     for form, (what, fix) in REFUSALS.items():
         if re.search(form, text):
             fix += _FIX_EXPERTS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
@@ -412,6 +414,7 @@ def check_result(out: PyTree, is_loss: bool) -> None:
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")
     leaves = pytree.tree_leaves(out)
+    # Texts of these errors are those that `_result_error` looks for.
     tensors = any(isinstance(x, Tensor) for x in leaves)
     for x in leaves:  # classes that AOTAutograd lets pass; all classes if there is no tensor
         if isinstance(x, Enum | np.ndarray) or not (tensors or isinstance(x, int | float | str | None)):

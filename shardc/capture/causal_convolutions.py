@@ -52,19 +52,19 @@ def _rewrite(graph: fx.Graph, conv: fx.Node) -> None:
         return
     if padding != dilation * (weight[-1] - 1):  # as long on both sides as the kernel reaches back
         return
-    cuts = _cuts(conv, len(x) - 1, x[-1])
+    cuts = _cuts(conv, len(x) - 1, x[-1])  # the sequence is the last dim, of x[-1] elements before padding
     if not cuts:
         return
     with graph.inserting_before(conv):
         padded = graph.call_function(F.pad, (named["input"], (padding, 0)))
     padded.meta.update({key: value for key, value in conv.meta.items() if key != "example_value"})
     conv.args, conv.kwargs = (), {**named, "input": padded, "padding": 0}
-    for cut, dim in cuts:
+    for cut, dim in cuts:  # the result has the sequence's length now
         if cut.target == "narrow":
             cut.replace_all_uses_with(cut.args[0])
             graph.erase_node(cut)
         else:
-            index = list(_index(cut, len(x)) or ())
+            index = list(_index(cut, len(x)) or ())  # a call that may slice other dims, too
             index[dim] = slice(None)
             cut.args = (cut.args[0], tuple(index))
 
@@ -85,7 +85,7 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
     """Return the calls that cut off the end of ``node``, each as (call, dim that it slices to ``length`` elements).
     None if anything reads the end.
     """
-    out: list[tuple[fx.Node, int]] = []
+    out: list[tuple[fx.Node, int]] = []  # empty if nothing uses ``node``
     shape = _shape(node)
     if shape is None:
         return None
@@ -110,7 +110,7 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
     """
     if user.target in _POINTWISE or user.op == "call_method" and user.target in _POINTWISE_METHODS:
         return dim if len(user.all_input_nodes) == 1 else None
-    order = list(range(rank))
+    order = list(range(rank))  # for each dim of the result, the operand's dim
     if user.target is getattr and user.args[1] == "mT" and rank > 1:
         order[-2:] = order[:-3:-1]
     elif user.target in ("transpose", torch.transpose):

@@ -37,7 +37,7 @@ def sequential_traced() -> Iterator[None]:
     """Context manager in which Dynamo traces torch's ``checkpoint_sequential`` and its helper functions, which it
     otherwise skips.
     """
-    inlined = trace_rules.get_mod_inlinelist()
+    inlined = trace_rules.get_mod_inlinelist()  # Dynamo's own set of path prefixes of files that it traces
     new = {Path(checkpoint_sequential.__code__.co_filename).with_suffix("").as_posix()} - inlined
     inlined |= new
     try:
@@ -72,6 +72,7 @@ def _plain(context_fn: NestedUserFunctionVariable | UserMethodVariable) -> Funct
     """Returns a plain function that does what ``context_fn``, a variable of Dynamo's trace, does. Raises Unsupported if
     the function closes over traced values.
     """
+    # A method of an object that exists outside of the trace.
     if isinstance(context_fn, UserMethodVariable) and hasattr(context_fn.obj, "value"):
         method = MethodType(context_fn.fn, context_fn.obj.value)
         return cast(FunctionType, lambda: method())

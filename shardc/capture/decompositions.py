@@ -58,6 +58,7 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
     if not nodes:
         return
     with mode, torch.no_grad():
+        # (owner of the storage, offset in it) of each, as traced: before replacements change the strides.
         memories = [_memory(node.args[0]) for node in nodes]
         # Replaced op -> its replacement. An op that was replaced may own the storage of a later one.
         now: dict[fx.Node, fx.Node] = {}
@@ -417,14 +418,14 @@ def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, en
     shape ``sizes``.
     """
     dim %= grad.ndim
-    before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
+    before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])  # places in front of the slice
     if step != 1:  # put zeros in the places that the step skipped
         if before < step and grad.shape[dim] * step == sizes[dim]:  # one padding of each place is enough
             spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
             return aten.view.default(spread, sizes)
         spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, 0, step - 1)
         grad = aten.view.default(spread, [*grad.shape[:dim], grad.shape[dim] * step, *grad.shape[dim + 1 :]])
-        if (room := sizes[dim] - before) < grad.shape[dim]:
+        if (room := sizes[dim] - before) < grad.shape[dim]:  # zeros behind the last element reach beyond the end
             grad = aten.slice.Tensor(grad, dim, 0, room)
     return _pad_dim(grad, dim, before, sizes[dim] - before - grad.shape[dim])
 

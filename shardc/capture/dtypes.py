@@ -77,10 +77,10 @@ class Dtypes:
             if isinstance(module, InnerTensors):  # its wrapper subclass casts it
                 continue
             module_policy, outer = policy(path), path.rpartition(".")[0]
-            outermost = not path or policy(outer) != module_policy
+            outermost = not path or policy(outer) != module_policy  # the module around it has another policy
             in_container = bool(path) and isinstance(model.get_submodule(outer), _CONTAINERS)
             layer = in_container and any(True for _ in module.parameters())
-            casts = module_policy.cast_forward_inputs
+            casts = module_policy.cast_forward_inputs  # False, True, or "model": at the outermost modules only
             takes = module_policy.param if casts and (outermost or (layer and casts != "model")) else None
             gives = module_policy.output if outermost else None
             module_dtypes[path] = ModuleDtypes(module_policy.param, module_policy.buffers, takes, gives, scaled(path))

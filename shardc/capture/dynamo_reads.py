@@ -57,6 +57,7 @@ def memories_of(
         places: every name of a parameter or buffer of ``root`` -> the first name of that tensor.
         fakes, inputs: the fake tensor and the name of each tensor input.
     """
+    # Attributes of modules: tensors among them are no parameters, but outputs may lie in their memory.
     plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
     tensors = (*plain, *root.named_parameters(), *root.named_buffers())
     names = {id(x): model_name(places.get(name, name)) for name, x in tensors}
@@ -76,8 +77,10 @@ def _as_view(node: fx.Node) -> tuple[bool, bool]:
     """
     strided = fixed = False
     memory = memory_of(node)
+    # From view to view, up to the tensor that is no view.
     while node.op in ("call_function", "call_method", "call_module") and node.all_input_nodes:
         before = node.all_input_nodes[0]
+        # A result of a custom autograd function: a view if it shares memory with an operand.
         if before.target is torch.ops.higher_order.autograd_function_apply and node.target is getitem:
             return strided, fixed or memory in map(memory_of, before.all_input_nodes)
         if not isinstance(value_of(before), Tensor) or memory_of(before) != memory:
@@ -183,8 +186,8 @@ def reads_of(
             input of the model and that requires a gradient or is not a plain dense tensor.
     """
     output = trace.graph_capture_output.output_graph
-    imported = dict(trace.graph_capture_output.import_sources)
-    scopes: dict[str, Any] = {}
+    imported = dict(trace.graph_capture_output.import_sources)  # Dynamo's name of a module -> the module's name
+    scopes: dict[str, Any] = {}  # our names of globals of code that cannot be imported -> the globals
     lookup = Lookup(model, loss, scopes)
     reads = {Read("model", "hooks"), *states}
     tensor_ids = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
@@ -202,7 +205,8 @@ def reads_of(
             return False  # such as objects that the trace itself put there
         if not isinstance(value, Tensor):
             return True
-        # A tensor with a gradient that the graph does not take: `functional_call` reads those that it replaces.
+        # A parameter or buffer; or one that needs a gradient and that the graph does not take, as `functional_call`
+        # reads those that it replaces.
         if id(value) in tensor_ids or value.requires_grad and id(value) not in graph_inputs:
             return False
         _refuse_tensor(text, value, guard)
@@ -273,6 +277,7 @@ def _read_of(guard: Guard, text: str) -> Read | None:
     """Return the `Read` that ``guard``, on the object that ``text`` names, stands for. None for a guard on what is
     checked in another way.
     """
+    # Dynamo's method that makes the guard, maybe a `partial` with the key that is looked up.
     create = guard.create_fn
     kind, keywords = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
     what, key = _CHECKED_PROPERTY.get(kind, "value"), keywords.get("attr", keywords.get("key"))
@@ -320,7 +325,7 @@ def _refuse_class_queries(model: nn.Module, codes: Iterable[CodeType]) -> None:
     In the compiled copy, parameters and buffers of the user's own tensor classes are of torch's classes.
     """
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        cls, lost = lost_names(x)
+        cls, lost = lost_names(x)  # the user's class, and names that torch's class in its place has not
         for code in codes if cls is not type(x) else ():
             texts = (constant for constant in code.co_consts if isinstance(constant, str))
             if used := lost.intersection((*code.co_names, *texts)):

@@ -241,6 +241,7 @@ class _Broadcast:
         The number within the part is used if all lookups in a captured table index ``dim`` by the batch (or head):
         ranks may then split ``dim``.
         """
+        # Batch and head only: `here` and `sizes` have two items, `places` four.
         for place, local_place, size in zip(self.places, self.here, self.sizes, strict=False):
             by_place = index is place and table in self.captured and table.meta["val"].shape[dim] == size
             if by_place and all(_looks_up(user, table, dim, place, self) for user in table.users):
@@ -260,7 +261,7 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         isinstance(x, fx.Node) and x.meta["val"].ndim == 0 and x.meta["val"].dtype != torch.bool for x in indices
     ):
         return None
-    row = _lookup(table)
+    row = _lookup(table)  # not None if ``table`` is itself a part, taken by further indices
     return (table, indices) if row is None else (row[0], [*row[1], *indices])
 
 

@@ -123,7 +123,7 @@ def graph_of_function(gm: fx.GraphModule, node: fx.Node | None, kind: str) -> fx
     wanted = list(results) if isinstance(results, (list, tuple)) else [results]
     graph.output(tuple(x for x in wanted if x is not None))
     named(graph)
-    # It must have a form as text, in which programs are stored.
+    # It must have a form as text, in which programs are stored: `to_json` raises if it has none.
     try:
         Function(kind, (graph,)).to_json()
     except VerifyError as error:

@@ -34,6 +34,7 @@ def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], k
         return _of_torch(mode, op, args, kwargs)
     names = [argument.name for argument in op._schema.arguments]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
+    # Tensors that the op writes to, in the order in which its functional form returns their new values.
     written = [x for name in written_names(op) for x in pytree.tree_leaves(named.get(name)) if isinstance(x, Tensor)]
     for first, second in combinations(written, 2):
         if _overlap(first, second):
@@ -53,6 +54,7 @@ def functionalized(mode: FunctionalTensorMode, op: Any, args: tuple[Any, ...], k
         ctx.sync(argument)
     new = iter(results)
     returned = [
+        # A result with alias info is one of the arguments.
         ctx.wrap_tensors(next(new)) if result.alias_info is None else _argument(op, result.alias_info, named)
         for result in op._schema.returns
     ]
@@ -63,6 +65,7 @@ def _argument(op: Any, alias: Any, named: Mapping[str, Any]) -> Any:
     """Return the argument that ``op`` returns as one of its results. ``alias`` is the alias info of that result in the
     op's schema; ``named`` has the arguments by name.
     """
+    # An alias set of the schema, such as ``a`` in ``Tensor(a!)``, tells which argument a result is.
     sets = {argument.name: argument.alias_info for argument in op._schema.arguments if argument.alias_info is not None}
     return named[next(name for name, info in sets.items() if info.before_set & alias.before_set)]
 
@@ -71,12 +74,14 @@ def _overlap(x: Any, y: Any) -> bool:
     """Return whether two functional tensors share elements. True also if their strides do not tell."""
     if x.elem.untyped_storage()._cdata != y.elem.untyped_storage()._cdata or not x.numel() or not y.numel():
         return False
+    # Position in the storage of the last element of each.
     ends = [sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True)) + a.storage_offset() for a in (x, y)]
     if x.storage_offset() > ends[1] or y.storage_offset() > ends[0]:
         return False
     if x.stride() != y.stride():
         return True
-    # With equal strides, they share elements if their ranges overlap in every dim.
+    # With equal strides, they share elements if their ranges overlap in every dim. Offsets are read as numbers whose
+    # digits, by strides from the largest on, are the starts along the dims. What is left must be equal.
     at, starts = (x.storage_offset(), y.storage_offset()), []
     for dim in sorted(range(x.dim()), key=lambda dim: -x.stride(dim)):
         below = max(x.stride(dim), 1)

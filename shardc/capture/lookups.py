@@ -230,7 +230,7 @@ class _Lookup:
         Args:
             x: its dims are those that are read in order, then ``rest`` if there are other indices, then ``tail``.
         """
-        have = [*self.places, *(self.rest if self.others else ())]
+        have = [*self.places, *(self.rest if self.others else ())]  # the dims of the broadcast indices that x has
         order = sorted(range(len(have)), key=have.__getitem__)
         tail = range(len(have), x.meta["val"].ndim)
         x = self._call(aten.permute.default, x, [*order, *tail])
@@ -271,7 +271,7 @@ class _Lookup:
 
         The strides of the views that it is of its base say along which dims it varies.
         """
-        chain, base = [], node
+        chain, base = [], node  # the views between ``base`` and ``node``, the last first
         while base.op == "call_function" and base.target in _VIEWS:
             chain.append(base)
             base = base.args[0]

@@ -99,7 +99,7 @@ def _replace(values: PyTree, tag: Tag) -> PyTree:
         return values
     places = list(values) if isinstance(values, dict) else range(len(values))
     tensors = [at for at in places if isinstance(values[at], Tensor)]
-    if isinstance(tag.index, int):
+    if isinstance(tag.index, int):  # the number counts tensors only, not other arguments
         tensors = tensors[tag.index : tag.index + 1]
     else:
         tensors = [at for at in tensors if at == tag.index]
@@ -113,6 +113,7 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     """Computes the experts of a ``transformers`` module in a form that can be traced as the function of one expert. In
     a trace it replaces every implementation of the library.
     """
+    # turned: weights are [in, out]. Parameters are stacked along dim 0, one slice for each expert.
     gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
     params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
     if bias:
@@ -121,6 +122,7 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     norm = dict(self.post_expert_norm.named_parameters()) if self.has_post_expert_norm else {}
     params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # shared by all experts
 
+    # One expert on its ``rows`` (tokens), with ``scale``, its router weight for each row.
     def expert(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
         inner = self._apply_gate(first) if gate else self.act_fn(first)

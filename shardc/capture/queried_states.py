@@ -153,7 +153,7 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradien
         return fx.node.map_arg(x, lambda node: f"%{node_numbers[node]}")
 
     for at, node in enumerate(gm.graph.nodes):
-        key: Hashable = (node.op, at)
+        key: Hashable = (node.op, at)  # of a placeholder, its position
         if node.op == "get_attr":
             # By value, as each graph has constants of its own; a fake tensor has none.
             constant = attrgetter(str(node.target))(gm)
@@ -162,7 +162,7 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradien
                 if isinstance(constant, Tensor) and not isinstance(constant, FakeTensor)
                 else id(constant)
             )
-        elif node.target is torch.ops.aten.detach.default:
+        elif node.target is torch.ops.aten.detach.default:  # the same value
             node_numbers[node] = node_numbers[node.args[0]]
             continue
         elif node.op == "call_function":
@@ -190,7 +190,7 @@ class GradMode:
 
     def __init__(self, reads: set[Read]) -> None:
         self._reads = reads
-        self._reentrant = 0
+        self._reentrant = 0  # how many reentrant checkpoints the trace is in
         self._inference: list[bool] = []  # modes of the inference_mode blocks that the trace is in
         self._left = False  # whether forward entered inference_mode(False)
 
@@ -251,7 +251,7 @@ class GradMode:
         self, original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs
     ) -> VariableTracker:
         """Traces a checkpoint. Raises Unsupported for a reentrant one in which parameters would get no gradient."""
-        flag = kwargs.get("use_reentrant")
+        flag = kwargs.get("use_reentrant")  # None stands for True, torch's default
         reentrant = torch.is_grad_enabled() and (flag is None or flag.as_python_constant() is not False)
         self._reentrant += reentrant
         try:
@@ -285,6 +285,7 @@ class GradMode:
 
         A view of a parameter requires a gradient there too, so such a read is refused.
         """
+        # A tensor that records no gradient here records none in inference mode either, unless it is a view.
         recorded = answer.as_python_constant() is _RECORDED[name]
         if not (recorded or view):
             return answer

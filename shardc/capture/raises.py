@@ -54,6 +54,7 @@ def _leaving_out_raises(jump: Jump) -> Jump:
 
     def handler(tx: Any, instruction: Any) -> None:
         if isinstance(tx.stack[-1].realize(), TensorVariable):
+            # The two sides of the branch: the next instruction, and the target of the jump.
             next_raises, target_raises = (
                 _raises(tx.instructions, at) for at in (tx.instruction_pointer, tx.indexof[instruction.target])
             )
@@ -99,7 +100,7 @@ def _item_to_check(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
     itself, whose check is then left out.
     """
     tx: Any = InstructionTranslator.current_tx().output.current_tx
-    at = tx.instruction_pointer
+    at = tx.instruction_pointer  # of the instruction behind the call
     is_called = any(x.argval == "item" for x in tx.instructions[max(0, at - 4) : at])  # not by ``bool`` or ``float``
     for instruction in tx.instructions[at:] if is_called else ():
         if instruction.opname in _JUMPS:

@@ -99,6 +99,7 @@ def refuse_draws(graph: fx.Graph) -> None:
         if not draws(node.target) or node.target.namespace == "shardc_random":
             continue
         arguments = arguments_of(node)
+        # Probabilities of a dropout within an attention or a recurrent layer.
         shares = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
         attends = "attention" in str(node.target) or "_rnn" in str(node.target)
         if attends and not any(shares):  # draws only for a dropout
@@ -183,10 +184,11 @@ class _Draws:
         """
         if not replacement or count == 1:
             fine = aten._to_copy.default(weights, dtype=_draw_dtype(weights.dtype))
+            # The largest weight / exponential is at an index with probability in proportion to its weight.
             races = aten.div.Tensor(fine, self.exponential(fine))
             return aten.topk.default(races, count, -1)[1]
         sums = aten.cumsum.default(weights, -1, dtype=torch.float64)
-        total = aten.slice.Tensor(sums, -1, weights.shape[-1] - 1)
+        total = aten.slice.Tensor(sums, -1, weights.shape[-1] - 1)  # the last sum, as a dim of one element
         shape = [*weights.shape[:-1], count]
         points = aten.mul.Tensor(self.uniform(shape, dtype=torch.float64, device=weights.device), total)
         index = aten.searchsorted.Tensor(sums, points, right=True)

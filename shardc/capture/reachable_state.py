@@ -58,6 +58,7 @@ class _Container:
         """Gives the container the content that it had when it was added."""
         if next(self.changes(), None) is None:
             return
+        # By the methods of the builtin class: a subclass may have others of these names.
         kind: Any = next(kind for kind in (dict, list, set, deque) if isinstance(self.value, kind))
         if self.kind != "globals":
             kind.clear(self.value)
@@ -101,7 +102,7 @@ class ReachableState:
         """
         # What `getattr` reads is named by a string.
         self._queried |= names_in(code)[1] if {"getattr", "hasattr"} & {*code.co_names} else set()
-        base = self._scope(scope)
+        base = self._scope(scope)  # the expression of these globals
         of_library = is_of_library(str(scope.get("__name__")))
         for name, *attributes in _global_names(code):
             value = scope.get(name, _MISSING)
@@ -202,6 +203,7 @@ class ReachableState:
         that have plain values.
         """
         attributes = getattr(value, "__dict__", {})
+        # The user's classes; those of torch and Python do not change.
         of_classes = [cls for cls in type(value).__mro__ if not is_versioned_class(cls)]
         if of_classes:
             self._open.append((expression, value))
@@ -236,7 +238,7 @@ def _global_names(code: CodeType) -> list[list[str]]:
     turn. ``a.b.c`` gives ["a", "b", "c"].
     """
     chains: list[list[str]] = []
-    last = None
+    last = None  # the chain that the next instruction may extend
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
             last = [step.argval]

@@ -266,6 +266,7 @@ def _add_hooks(block: nn.Module | None, calls: list[Block], record: Recorder) ->
 
     def enter(_module: nn.Module, args: PyTree, kwargs: PyTree) -> None:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_cache)  # how full a cache is does not matter
+        # `leave` sets the end and the results.
         calls.append(Block(len(record.events), -1, record.freeze(leaves), []))
 
     def leave(_module: nn.Module, _args: PyTree, _kwargs: PyTree, output: PyTree) -> None:
@@ -296,7 +297,8 @@ def shortened(model: nn.Module, repeats: Repeats) -> Iterator[None]:
     """
     containers = [(model.get_submodule(run.path), run) for run in repeats]
     with contextlib.ExitStack() as stack:
-        for container, run in reversed(containers):  # earlier runs of a container keep their numbers
+        # Last runs first, so that earlier runs keep the numbers of their children.
+        for container, run in reversed(containers):
             children = list(container._modules.values())
             remaining = children[: run.first + repeats.keep] + children[run.first + run.count :]
             numbered = {str(at): child for at, child in enumerate(remaining)}

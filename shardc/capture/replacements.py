@@ -53,6 +53,7 @@ def _call_attribute(self: GetAttrVariable, tx: Translator, name: str, args: Args
     """Traces a call of method ``name`` on an attribute of a torch class. If the attribute is a string, which Dynamo
     refuses, the call is evaluated.
     """
+    # ``self.obj`` is the torch function or class, ``self.name`` the attribute.
     text = getattr(self.obj.value, self.name, None) if isinstance(self.obj, TorchInGraphFunctionVariable) else None
     if isinstance(text, str):
         return ConstantVariable.create(text).call_method(tx, name, args, kwargs)
@@ -83,6 +84,7 @@ def _apply(self: AutogradFunctionVariable, tx: Translator, args: Args, kwargs: K
     # Lookups of flex_attention's functions are a ModIndex, whose gradient is that of their ops.
     if self.fn_cls is not ModIndex and torch._C._functorch.peek_interpreter_stack() is not None:
         raise Unsupported(f"an autograd.Function within torch.func, {self.fn_cls.__name__}")
+    # In a loop, arguments are treated as requiring gradients while Dynamo traces the call.
     is_loop = any(target in _LOOPS for _, target in tx.output.current_tracer.source_fn_stack)
     tensors: Any = (x.realize() for x in (*args, *kwargs.values()) if x.is_tensor()) if is_loop else ()
     lifted = [x for x in tensors if x.requires_grad is False and x.dtype.is_floating_point]
@@ -195,6 +197,7 @@ def traceable_layers(root: nn.Module) -> Iterator[None]:
     modules, library = list(root.modules()), sys.modules.get("transformers.utils.output_capturing")
     with ExitStack() as stack:
         if library is not None:
+            # Patched first, so that hooks installed below are gone afterwards.
             for module in modules:
                 without_grad = {"_requires_grad": False} if "_requires_grad" in vars(module) else {}
                 new_attributes = {"_forward_hooks": OrderedDict(module._forward_hooks), **without_grad}
@@ -204,7 +207,7 @@ def traceable_layers(root: nn.Module) -> Iterator[None]:
                     library.maybe_install_capturing_hooks(module)
         for module in modules:
             if isinstance(module, nn.RNNBase):
-                stack.enter_context(patch.dict(vars(module)))
+                stack.enter_context(patch.dict(vars(module)))  # restores what the next line sets
                 module._init_flat_weights()
             elif composed := checkpoints.composed(module):
                 stack.enter_context(patch.dict(vars(module), composed))
@@ -241,6 +244,7 @@ def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
     self._check_input_dim(input)
     count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
     assert count is not None and mean is not None and var is not None
+    # With momentum 1.0, the batch norm replaces these by the mean and variance of the batch.
     batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
     out = F.batch_norm(input, batch_mean, batch_var, self.weight, self.bias, True, 1.0, self.eps)
     with torch.no_grad():
@@ -322,7 +326,7 @@ def bags(
     # The bag of an index is the last one that starts at it or before.
     bag = torch.searchsorted(starts, places, right=True) - 1
     rows = F.embedding(indices, weight)
-    counted = torch.ones_like(indices, dtype=torch.bool)
+    counted = torch.ones_like(indices, dtype=torch.bool)  # indices that are no padding
     if padding_idx is not None:
         counted = indices != padding_idx % weight.shape[0]
     if per_sample_weights is not None:
@@ -353,7 +357,7 @@ def cov(
     centered = rows - ((rows if weights is None else rows * weights).sum(1) / total).unsqueeze(1)
     product = centered.mm((centered if weights is None else centered * weights).t().conj())
     ddof = correction if weights is None or aweights is None else correction * (weights * aweights).sum() / total
-    free = total - ddof
+    free = total - ddof  # degrees of freedom
     return (product / (free.clamp(min=0) if isinstance(free, Tensor) else max(free, 0))).squeeze()
 
 
@@ -383,6 +387,7 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     """
     if minlength < 1 or input.dim() != 1:
         return _bincount(input, weights, minlength)
+    # torch's result is int64, float32 for weights in float32, else float64.
     added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
     added = added.double() if weights is not None and weights.dtype != torch.float32 else added
     return added.new_zeros(minlength).scatter_add(0, input.long(), added)
@@ -442,8 +447,9 @@ def multilabel_margin_loss(
         raise ValueError(f"the target is of {list(target.shape)}, the input of {list(input.shape)}")
     input, target = torch.atleast_1d(input), torch.atleast_1d(target)
     classes = torch.arange(input.shape[-1], device=target.device)
-    is_label = (target == -1).cumsum(-1) == 0
+    is_label = (target == -1).cumsum(-1) == 0  # before the first -1
     label = torch.where(is_label, target, 0)
+    # [..., class]: whether it is a label; such classes do not count against labels.
     labelled = ((label.unsqueeze(-1) == classes) & is_label.unsqueeze(-1)).any(-2)
     # [..., label, class]: by how much each class comes too close to each label.
     margins = (1.0 - input.gather(-1, label).unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)
@@ -485,6 +491,7 @@ def instance_norm(
             running_mean.mul_(1 - momentum).add_(x.mean(2).mean(0), alpha=momentum)
             running_var.mul_(1 - momentum).add_(x.var(2).mean(0), alpha=momentum)
     weight, bias = (None if x is None else x.to(input.dtype) for x in (weight, bias))
+    # A group norm with a group for each channel.
     samples, channels, size = *input.shape[:2], math.prod(input.shape[2:])
     return torch.native_group_norm(input.contiguous(), weight, bias, samples, channels, size, channels, eps)[0]
 

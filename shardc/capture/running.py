@@ -191,6 +191,7 @@ class Run:
         model = self.root.model
         named = {model_name(name): x for name, x in (*self.root.named_parameters(), *self.root.named_buffers())}
         named |= self._fakes
+        # Of tensors that share a storage, the first one's name counts: it is set last.
         owners = {x.untyped_storage()._cdata: name for name, x in reversed(named.items())}
         needed = {name: x.requires_grad for name, x in named.items()}
         changed: list[tuple[str, str, object]] = []
@@ -271,7 +272,7 @@ class Run:
             changed: (expression, that of the changed object, new value) of each change.
             texts: warnings so far, extended.
         """
-        names = loaded_names(self.codes)
+        names = loaded_names(self.codes)  # of attributes and globals that the code reads
         for expression, owner, value in changed:
             name = expression.rpartition(".")[2]
             if not name.isidentifier() or name in names:
@@ -287,6 +288,7 @@ class Run:
         """Return ``file:line`` of the first line that changes ``name``, in the user's code that ran; None if no line is
         found.
         """
+        # An assignment to it or an item of it, also augmented, or a call of a method of it.
         changes = re.compile(rf"\b{re.escape(name)}\b.*(?:[^=!<>]=[^=]|\.\w+\(|\]\s*=)")
         for code in self.codes:
             with suppress(OSError, TypeError):  # no source

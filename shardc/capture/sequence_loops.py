@@ -122,11 +122,12 @@ class _Order:
             for at, same in nodes.items():
                 for node in same:
                     self.slices.setdefault(node, []).append((series, at))
+        # Positions among all nodes of the graph; `place` counts `calls` only.
         self.everywhere = {node: at for at, node in enumerate(graph.nodes)}
         called = (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
         self.calls = [node for node in called if node not in self.slices]
         self.place = {node: at for at, node in enumerate(self.calls)}
-        self._keys = [_key(node) for node in self.calls]
+        self._keys = [_key(node) for node in self.calls]  # equal for calls that may be the same call of two steps
 
     def strides(self, nodes: dict[int, list[fx.Node]]) -> Iterator[tuple[int, int]]:
         """Find calls at equal distances that use the slices ``nodes`` one after the other. Yield (position of the call
@@ -137,7 +138,7 @@ class _Order:
         Args:
             nodes: number of a slice -> the nodes that are it.
         """
-        uses = []
+        uses = []  # of each slice, the positions of the calls that use it, the last first
         for at in range(len(nodes)):
             users = {user for node in nodes[at] for user in node.users if user in self.place}
             uses.append(sorted((self.place[user] for user in users), reverse=True))
@@ -396,7 +397,7 @@ class _Loop:
                 placeholders[kind, number] = graph.placeholder(f"{kind}_{number}")
                 placeholders[kind, number].meta["example_value"] = value
         for number, series in enumerate(self.xs):
-            if series.rest:
+            if series.rest:  # the scan takes all other dims of the source, of which steps read a part
                 placeholders["x", number] = graph.call_function(
                     operator.getitem, (placeholders["x", number], series.index)
                 )
@@ -580,7 +581,7 @@ class _At:
         return the last node. ``every`` is the node of these values, stacked along dim 0.
         """
         dim = arguments(collector, "tensors", "dim").get("dim", 0)
-        joins = collector.target in _JOINS
+        joins = collector.target in _JOINS  # ``cat``: no dim of its own for the steps, unlike ``stack``
         dim %= value_of(every).ndim - joins
         x = self.call("contiguous", self.call("movedim", every, 0, dim))
         return self.call("flatten", x, dim, dim + 1) if joins else x

@@ -250,6 +250,7 @@ def _variable(change: Change, lookup: Lookup) -> str:
     Args:
         lookup: evaluates expressions.
     """
+    # A closure variable is ``function.__closure__[place].cell_contents``: its name is in the function's code.
     function, cell, place = change.expression.removesuffix(".cell_contents").rpartition(".__closure__[")
     if not cell or not change.expression.endswith(".cell_contents"):
         return change.name
@@ -294,6 +295,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
     lookup = Lookup(model)
     places = [(lookup(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
     # `places` stands for an attribute that is not there. A closure's cell has no ``__dict__``.
+    # As in the instance: an attribute of its class is not there, and is deleted in the end.
     before: list[Any] = [
         vars(owner).get(name, places) if hasattr(owner, "__dict__") else getattr(owner, name, places)
         for owner, name, _ in places
@@ -370,7 +372,7 @@ def _reads_to_change(tree: ast.AST) -> set[ast.AST]:
         if isinstance(node, ast.AugAssign):
             nodes |= {x for x in ast.walk(node.target) if _name(x) == _name(node.target) != ""}
         elif isinstance(node, ast.Assign):
-            for target in node.targets:
+            for target in node.targets:  # also ``self.count = self.count + 1``
                 nodes |= {x for x in ast.walk(node.value) if _name(x) == _name(target) != ""}
                 nodes.update(ast.walk(target.value) if isinstance(target, ast.Subscript) else ())
         elif isinstance(node, ast.Expr | ast.Lambda):
@@ -498,7 +500,7 @@ def restored(model: nn.Module) -> Iterator[Before]:
     """
     before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
     with contextlib.ExitStack() as stack:
-        for module, _, _ in before.values():
+        for module, _, _ in before.values():  # on exit, `patch.dict` restores both dicts
             stack.enter_context(patch.dict(vars(module)))
             stack.enter_context(patch.dict(module._buffers))
         yield before

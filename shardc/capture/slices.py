@@ -102,7 +102,7 @@ def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
         entries[at : at + 1] = [WHOLE] * missing
         if Ellipsis in plain[plain.index(Ellipsis) + 1 :]:  # a second one, which torch refuses
             return
-    dims = [at - entries[:at].count(None) for at in range(len(entries))]
+    dims = [at - entries[:at].count(None) for at in range(len(entries))]  # the dim of the source for each entry
     for at, entry in enumerate(entries):
         if type(entry) is int:
             yield Series(source, dims[at], None, _rest([*entries[:at], *entries[at + 1 :]])), entry
@@ -123,6 +123,7 @@ def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
     """Yield (series, number) if item ``at`` of ``pieces`` is a slice. ``pieces`` is a call that returns a tuple, such
     as ``unbind`` or ``split``.
     """
+    # Function -> the name of its second parameter.
     second = {"unbind": "dim", "split": "split_size_or_sections", "chunk": "chunks"}
     name = pieces.target if pieces.op == "call_method" else getattr(pieces.target, "__name__", "")
     if name not in second or type(at) is not int:

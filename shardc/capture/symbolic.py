@@ -63,6 +63,7 @@ class SymbolicCapture:
         Names that share a symbol must have equal sizes.
         """
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
+        # Of names that share a symbol, the last has set its value.
         for name, symbol in self.symbols.items():
             if values[symbol] != sizes[name]:
                 first = next(other for other, same in self.symbols.items() if same == symbol)
@@ -82,7 +83,7 @@ class SymbolicCapture:
             if isinstance(value, _SYMBOLIC) and node.op == "call_function":
                 env[node] = _number(value, values)
                 continue
-            copy = env[node] = graph.node_copy(node, lambda n: env[n])
+            copy = env[node] = graph.node_copy(node, lambda n: env[n])  # with numbers as arguments, too
             arguments = pytree.tree_leaves((copy.args, copy.kwargs))
             assert not any(isinstance(x, _SYMBOLIC) for x in arguments), f"{node} takes a symbol that has no node"
             if value is not None:
@@ -114,8 +115,8 @@ def capture_symbolic(
     """
     env = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    symints: dict[str, SymInt] = {}
-    hints: dict[int, str] = {}
+    symints: dict[str, SymInt] = {}  # by the name of the size
+    hints: dict[int, str] = {}  # size in the example -> the first name that has it
 
     def size(name: str, value: int) -> SymInt:
         # The first name with this size in the example; others share its symbol.
@@ -136,7 +137,7 @@ def capture_symbolic(
     guards = [*_guards_of(traced.dynamo.shape_env, hints, symints), *_guards_of(env, hints, symints)]
     symbols: dict[str, sympy.Symbol] = {}
     for name, symint in symints.items():
-        expr = env.replace(symint.node._expr)
+        expr = env.replace(symint.node._expr)  # what guards have made of the symbol: a number if they fix it
         if not isinstance(expr, sympy.Symbol):
             raise _fixed_size_error(model, guards, name, symint.node._expr, expr)
         symbols[name] = expr
@@ -149,7 +150,7 @@ def _guards_of(env: ShapeEnv, hints: Mapping[int, str], symints: Mapping[str, Sy
 
     Dynamo has its own symbols for the sizes of inputs; they are matched by their example sizes.
     """
-    backed = getattr(env, "backed_var_to_val", None) or env.var_to_val
+    backed = getattr(env, "backed_var_to_val", None) or env.var_to_val  # symbol -> example size
     ours = {symbol: symints[hints[int(value)]].node._expr for symbol, value in backed.items() if int(value) in hints}
     return [(guard.expr.xreplace(ours), str(guard.sloc.maybe_user_loc or "")) for guard in env.guards]
 
@@ -168,6 +169,7 @@ def _conditions(
         relations.append((sympy.Ge(symbol, max(int(bounds.lower), 2)), ""))
     out: dict[str, Condition] = {}
     for relation, source in relations:
+        # In symbols that remain: some were replaced by equal ones during the trace.
         relation = relation.xreplace({free: env.replace(free) for free in relation.free_symbols})
         if relation != sympy.true:
             text = str(relation.xreplace(names))

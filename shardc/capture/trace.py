@@ -424,6 +424,7 @@ class _ByDynamo:
         """
         model, loss = self._root.model, self._loss
         reads = reads_of(self._output, model, loss, self._states, self._graph_inputs)
+        # What forward both reads and changes must compute the same in later calls.
         changes = expressed(self._output, self._changes, reads)
         reads = changed_reads(changes, reads, model, loss, self._codes, retrace or (lambda _: None))
         if retrace is None or not torch.is_grad_enabled() or not reads.grad_mode:
@@ -476,7 +477,7 @@ def _settings() -> dict[str, object]:
     itself computes, are traced through.
     """
     wanted = {"specialize_float": True, "automatic_dynamic_shapes": False, "ignore_logging_functions": _logging()}
-    wanted |= {"allow_rnn": True, "trace_autograd_ops": True}
+    wanted |= {"allow_rnn": True, "trace_autograd_ops": True}  # nn.LSTM and the like; torch.autograd.grad in forward
     # Side effects in a checkpoint region happen once: a program does not rerun its Python in backward.
     wanted |= {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     return {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}

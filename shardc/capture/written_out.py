@@ -44,6 +44,7 @@ def write_out(gm: fx.GraphModule, lengths: Collection[int] = ()) -> None:
     def of_scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], rest: Sequence[Any]) -> Any:
         # Lengths of the sequences that it may run over: by elements, or by pieces, whose size is a dim of a slice.
         sizes = {len(x) * size for x in xs for size in (1, *x.shape[1:])}
+        # A scan over a split sequence stays an op, which passes its carries from rank to rank.
         return (_scan if sizes.isdisjoint(lengths) else scan)(step, carries, xs, rest)
 
     plain = {**_PLAIN, scan_op: of_scan}
@@ -83,7 +84,7 @@ def _scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], re
     steps = len(xs[0]) if xs else 0
     if not 0 < steps * len(step.graph.nodes) <= _WRITTEN_STEPS:
         return scan(step, carries, xs, rest)
-    results, count = [], len(carries)
+    results, count = [], len(carries)  # a step returns the new carries, then a slice of each result
     for slices in zip(*(x.unbind(0) for x in xs), strict=True):
         carries, of_step = _split(_run(step, *carries, *slices, *rest), count)
         results.append(of_step)
@@ -99,7 +100,7 @@ def scan(step: fx.GraphModule, carries: Sequence[Any], xs: Sequence[Tensor], res
     """
     if torch.is_grad_enabled():
         carries = [x if x.requires_grad or not _has_gradient(x) else x.detach().requires_grad_() for x in carries]
-    last, every = _split(scan_op(step, carries, xs, rest), len(carries))
+    last, every = _split(scan_op(step, carries, xs, rest), len(carries))  # last carries, stacked results
     apply: Any = _OwnGradient.apply
     return (*map(apply, last), *every)
 
@@ -146,14 +147,14 @@ class _Loop(torch.autograd.Function):
         with fake_loop, torch._C._AutoDispatchBelowAutograd():  # below autograd, which this function stands for
             results: Any = while_loop_op(condition, step, operands[:count], operands[count:])
         ctx.save_for_backward(*operands, *results)
-        ctx.operands = len(operands)
+        ctx.operands = len(operands)  # to tell them from the results among the saved tensors
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         operands, results = _split(ctx.saved_tensors, ctx.operands)
-        wanted = [x for x in operands if x.is_floating_point()]
+        wanted = [x for x in operands if x.is_floating_point()]  # only these have gradients
         values = iter(NO_GRADIENT([x for x in grads if x.is_floating_point()], wanted, list(results)))
         return (None, None, None, *(next(values) if x.is_floating_point() else None for x in operands))
 
