@@ -69,6 +69,7 @@ class Attention:
             # Of several entries for an axis, the last one.
             entries = tuple({entry.axis: entry for entry in self.entries if entry.applies_to(module)}.values())
             backward = _backwards(node)
+            # Forward and backward are replaced together or not at all: one reads the results of the other.
             if entries and all(map(_supported, [node, *backward])):
                 for entry in entries:
                     self._check(node, entry)

@@ -238,7 +238,8 @@ class _Sweep:
             else:  # not a result of the model, such as a buffer's new value: each rank gets all of it
                 layout = Layout.whole(self.mesh, ir.value(node).shape)
             wanted[node] = layout
-        # Along an axis that splits only other outputs, the tangent of an output is one term on each rank.
+        # Along an axis that splits only other outputs, the tangent of an output is one term on each rank. Not along the
+        # axis of time (microbatches), over which a rank adds up by itself.
         summed = [a for a in self.problem.batch_axes if a in split and a != self.mesh.time]
         op = "avg" if self.problem.reduce == "mean" else "sum"
         for node in ir.placeholders(self.graph, "tangent"):

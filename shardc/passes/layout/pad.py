@@ -361,6 +361,7 @@ class _Padder(PaddedValues):
             tuple(Layout.whole(self.mesh, [padded_size(runs) for runs in one]) for one in side)
             for side in (grown, results)
         ]
+        # The rule's function for shards may replace the op by others; an opaque op has to stay as it is until then.
         localize = Local.same if rule.opaque else rule.localize
         result = localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(result, fx.Node) and result.op == "call_function":
@@ -399,6 +400,7 @@ def _obstacle(call: Call, spec: Spec, factor: str, runs: Runs) -> str | None:
     if factor in spec.indexed and len(runs) > 1:
         return "its elements are found by their place"
     # Padding of a factor that shares a dim with another one would lie between true elements.
+    # With another factor the padding must not mix; and each result has the factor, or the op ignores the padding.
     alone = call.target in RESHAPES or _never_joined(spec, factor)
     ignored = spec.carried_by_all(factor) or reduction_identity(call, spec, factor) is not None
     return None if alone and ignored else "no filling is known that the op ignores"

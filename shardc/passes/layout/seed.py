@@ -82,44 +82,45 @@ class Seed:
         self._grads(rewriter)
         return gm
 
-    def _param(self, rewriter: GraphRewriter, node: fx.Node, before: fx.Node | None) -> None:
-        """Writes the layout of parameter ``node``, and inserts its reshard and ``unpad`` before ``before``, its first
-        use (None: it has no use).
+    def _param(self, rewriter: GraphRewriter, node: fx.Node, first_use: fx.Node | None) -> None:
+        """Writes the layout of parameter ``node``, and inserts its reshard and ``unpad`` before ``first_use``
+        (None: the parameter has no use).
         """
         record = ir.info(node)
-        seeded = self.params[record.name]  # its plan
-        _check_experts(node, seeded)
-        origin = replace(record.origin, cause=seeded.storage_cause)
+        plan = self.params[record.name]
+        _check_experts(node, plan)
+        origin = replace(record.origin, cause=plan.storage_cause)
         dtype, shape = ir.value(node).dtype, ir.value(node).shape
-        ir.set_info(node, replace(record, value=Value(dtype, seeded.storage.shape, seeded.storage), origin=origin))
-        if seeded.storage.shape != shape:  # storage is padded, and the placeholder stands for storage
-            node.meta["val"] = node.meta["val"].new_empty(seeded.storage.shape)
-        is_padded = seeded.storage.shape != shape
-        for source, users in gathered(node, is_padded).items() if before is not None else ():
-            self._gather(rewriter, node, source, users, seeded, shape, before)
+        ir.set_info(node, replace(record, value=Value(dtype, plan.storage.shape, plan.storage), origin=origin))
+        if plan.storage.shape != shape:  # storage is padded, and the placeholder stands for storage
+            node.meta["val"] = node.meta["val"].new_empty(plan.storage.shape)
+        is_padded = plan.storage.shape != shape
+        for source, users in gathered(node, is_padded).items() if first_use is not None else ():
+            self._gather(rewriter, node, source, users, plan, shape, first_use)
 
     def _gather(
-        self, rewriter: GraphRewriter, node: fx.Node, source: fx.Node, users: Sequence[fx.Node], seeded: ParamPlan,
-        shape: Sequence[int], before: fx.Node,
+        self, rewriter: GraphRewriter, node: fx.Node, source: fx.Node, users: Sequence[fx.Node], plan: ParamPlan,
+        shape: Sequence[int], first_use: fx.Node,
     ) -> None:  # fmt: skip
         """Inserts the reshard (gather) of ``source`` and the ``unpad`` after it; ``users`` then read the result.
         ``source`` is the parameter ``node``, or is computed from the parameter's shard.
 
         Args:
             users: the nodes that read what is gathered.
-            shape: shape of the parameter in the model.
-            before: first use of the parameter.
+            plan: the parameter's plan.
+            shape: shape of the parameter in the model; that in storage may be padded.
+            first_use: first use of the parameter.
         """
-        dtype, stored = ir.value(source).dtype, seeded.storage.shape
+        dtype, stored = ir.value(source).dtype, plan.storage.shape
         # What is computed from a shard is padded as it is; of a form in float8, so are the values its scale is from.
         on_shards = [] if source is node else [source, *_float8_magnitudes(source)]
         for x in on_shards:
             _set_shape(x, stored)
         # ``last`` is the newest node of the chain: reshards at the stored (padded) sizes, then an unpad for each dim.
-        padded, last, current = _repad(seeded.compute, stored), source, seeded.storage
-        at = before if source is node else source.next
+        padded, last, current = _repad(plan.compute, stored), source, plan.storage
+        at = first_use if source is node else source.next
         # A dim that compute splits, but cannot divide, is gathered at padded sizes first (`ParamPlan.split`).
-        for layout in (seeded.split, padded):
+        for layout in (plan.split, padded):
             if layout is not None and layout != current:
                 place = rewriter.before(at, like=node, suffix="full")
                 last, current = place.typed(Value(dtype, layout.shape, layout), ops.reshard, last), layout

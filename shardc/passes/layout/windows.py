@@ -278,7 +278,7 @@ def worth_sending(count: int, size: int) -> bool:
 
 def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
     """Replaces a slice by a shift, or by the earlier value that it equals (`_shift`). Any other slice of few elements
-    is replaced by the op ``edge`` of ``shardc_window``.
+    is replaced by the op ``edge`` of ``shardc_window``: ranks that split the dim are sent just these elements.
 
     A slice of the last dim stays if one factor divides its begin, its size and the size of the dim: an axis can then
     split both by this factor.
@@ -295,7 +295,9 @@ def _slice(rewriter: GraphRewriter, node: fx.Node) -> None:
 
 
 def _cumsum(rewriter: GraphRewriter, node: fx.Node) -> None:
-    """Replaces a floating-point running sum by the op ``cumsum`` of ``shardc_window``."""
+    """Replaces a floating-point running sum by the op ``cumsum`` of ``shardc_window``, whose dim can be split.
+    Sums that change the dtype stay, as that op does not.
+    """
     arguments, value = arguments_of(node), ir.value(node)
     if value.shape and value.dtype.is_floating_point and ir.value(node.args[0]).dtype == value.dtype:
         at, dim = rewriter.before(node, like=node), arguments["dim"] % len(value.shape)

@@ -295,6 +295,7 @@ def _combined_strategy(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -
             if joint is None:
                 return None
             factors[factor] = joint
+    # Pending reductions, one at most for each axis: (axis, reduce op).
     carried = [pair for way in choice for pair in way.carried]
     if not commute(spec, factors, carried):
         return None

@@ -451,7 +451,7 @@ class OpenLayoutProblem(LayoutProblem):
         # sum (or mean). ``split``: for each choice, the axes that split any output.
         op = "avg" if self.problem.reduce == "mean" else "sum"
         split = [{a for layouts in by_index.values() for a in layouts[at].bound} for at in range(len(self.free.batch))]
-        ranks = self.mesh.untimed.axes
+        ranks = self.mesh.untimed.axes  # without the axis of microbatches, which are terms of one rank's loss
         for node in ir.placeholders(self.graph, "tangent"):
             self.rows[node] = [
                 layout.with_partial([a for a in ranks if a in split[at] and a not in layout.bound], op)
