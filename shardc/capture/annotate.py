@@ -202,7 +202,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[
     output.meta[ir.ROLES] = tuple(role for role, _ in named)
     # Positions of outputs that are the tensor of an earlier output.
     output.meta[AGAIN] = {desc.idx for desc in output.meta["desc"] if desc in duplicates}
-    for role, result in named:
+    for role, result in named:  # an input or parameter among the outputs is one with a new value
         if role.kind in _MUST_NOT_CHANGE:
             kind, instead = _MUST_NOT_CHANGE[role.kind]
             fix = _max_norm_fix(role.name, result) or f"compute a new tensor from it, {instead}"
@@ -242,7 +242,7 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
 
     None if there is none.
     """
-    dependent: set[fx.Node] = set()
+    dependent: set[fx.Node] = set()  # the tangents; the first node that uses one is returned
     for node in graph.nodes:
         if node.op == "placeholder":
             if isinstance(node.meta.get("desc"), aot.TangentAOTInput):

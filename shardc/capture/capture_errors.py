@@ -319,6 +319,7 @@ def _result_error(text: str, model: nn.Module, loss: Callable[..., object] | Non
     """Return the error for a result of ``model`` or ``loss`` that a program cannot have. None if ``text``, the message
     of the error in the trace, is about something else.
     """
+    # LOSS_GAVE and "Found <class" are the texts of `check_result` and AOTAutograd.
     name, model_line = type(model).__name__, user_frame([defined_at(type(model).forward)])
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
         if loss is None:
@@ -345,7 +346,7 @@ def _untraceable_fix(text: str, reason: str, loss: Callable[..., object] | None,
     Args:
         stacked: whether the model has parameters of three dims, as experts have.
     """
-    hint = re.search(r"Hint: (.*)", text) if "tolist()" not in reason else None
+    hint = re.search(r"Hint: (.*)", text) if "tolist()" not in reason else None  # Dynamo's own advice
     if re.search(_RAISED, text):
         return "mend what raises there; if it does not raise uncompiled, write that line in another way"
     if "ata-dependent branching" in text:
@@ -429,7 +430,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
     """
     for node in graph.nodes:
         if node.target in _PRODUCTS:
-            dtypes = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
+            dtypes = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)  # a set in order
             if len(dtypes) > 1:
                 cause, fix = uncast
                 inputs = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]

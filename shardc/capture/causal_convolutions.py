@@ -94,6 +94,7 @@ def _cuts(node: fx.Node, dim: int, length: Any) -> list[tuple[fx.Node, int]] | N
         if after is None or len(after) != len(shape):
             return None
         moved = _moved(user, dim, len(shape))
+        # The users of a transpose or pointwise function must cut the end; any other user must itself.
         if moved is None and _slices_from_start(user, dim, len(shape)) and statically_known_true(after[dim] == length):
             out.append((user, dim))
             continue
@@ -112,7 +113,7 @@ def _moved(user: fx.Node, dim: int, rank: int) -> int | None:
         return dim if len(user.all_input_nodes) == 1 else None
     order = list(range(rank))  # for each dim of the result, the operand's dim
     if user.target is getattr and user.args[1] == "mT" and rank > 1:
-        order[-2:] = order[:-3:-1]
+        order[-2:] = order[:-3:-1]  # the last two dims, swapped
     elif user.target in ("transpose", torch.transpose):
         named = arguments(user, "input", "dim0", "dim1")
         a, b = named["dim0"], named["dim1"]
@@ -142,6 +143,7 @@ def _index(user: fx.Node, rank: int) -> list[slice] | None:
     if user.target is not operator.getitem:
         return None
     index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
+    # An ellipsis stands for whole slices of all dims without an entry.
     if Ellipsis in index and all(isinstance(each, slice) or each is Ellipsis for each in index):
         at = index.index(Ellipsis)
         index = (*index[:at], *[slice(None)] * (rank - len(index) + 1), *index[at + 1 :])

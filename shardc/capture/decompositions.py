@@ -43,7 +43,7 @@ def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
     """
     dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
     fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
-    if x.storage_offset():
+    if x.storage_offset():  # kept, as the offsets of `as_strided` count from the begin of the storage
         size = x.storage_offset() + fake.untyped_storage().nbytes() // dtype.itemsize
         memory = torch.empty(size, dtype=dtype, device=device).untyped_storage()
         fake.set_(memory, x.storage_offset(), x.shape, x.stride())
@@ -154,6 +154,7 @@ class _Elements:
         """Return the dims of the ``as_strided`` op in order of stride, the largest first, if the op reads each element
         of the base exactly once. Else return None.
         """
+        # The strides of dims of size 1 play no role: they come last.
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
         # Strides of a dense tensor of these sizes.
@@ -169,6 +170,7 @@ class _Elements:
         for dim, (n, step) in enumerate(zip(self.size, self.stride, strict=True)):
             if n == 1:
                 continue
+            # Index in the storage: offset + sum over dims of (position in the dim * its stride).
             along = self._call(aten.arange.default, n, dtype=torch.int64, device=device)
             along = self._call(aten.mul.Tensor, along, step)
             along = self._call(aten.view.default, along, [n if at == dim else 1 for at in range(len(self.size))])

@@ -105,7 +105,7 @@ class Dtypes:
         buffers = [
             (name, x.dtype)
             for name, x in (model.named_buffers() if params else ())
-            if x.is_floating_point() and x.dtype not in params
+            if x.is_floating_point() and x.dtype not in params  # else a product with a parameter mixes no dtypes
             and by_path.get(name.rpartition(".")[0], ModuleDtypes()).buffers is None
         ]  # fmt: skip
         if not buffers:
@@ -156,10 +156,10 @@ def _floats_to(dtype: torch.dtype, tree: PyTree) -> PyTree:
         values = {key: _floats_to(dtype, x) for key, x in tree.items()}
         if all(values[key] is tree[key] for key in tree):
             return tree
-        return values if type(tree) is dict else type(tree)(**values)
+        return values if type(tree) is dict else type(tree)(**values)  # an output class of ``transformers``, say
     if isinstance(tree, (tuple, list)):
         items = [_floats_to(dtype, x) for x in tree]
         if all(x is y for x, y in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)  # `_fields`: a namedtuple
     return tree

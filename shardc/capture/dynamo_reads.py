@@ -167,6 +167,7 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
     tensors = (*model.parameters(), *model.buffers())
     classes = {type(inner) for x in tensors if is_wrapper(x) for inner in with_inner(x) if is_wrapper(inner)}
     members = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
+    # `__func__`: of a class method or static method.
     methods = [getattr(value, "__func__", value) for value in members]
     return {method.__code__ for method in methods if isinstance(method, FunctionType)}
 

@@ -131,6 +131,7 @@ def _traced(
         function: function of numbers of the ``dtypes``, and of the tensors ``captured``.
         query: a tensor with the batch, heads and device of the call.
     """
+    # The last context traces ``table[i]``, with a tensor of one number as ``i``, as a lookup, not as a read of ``i``.
     with FakeTensorMode(), torch.no_grad(), TransformGetItemToIndex():
         numbers = [torch.empty((), dtype=dtype, device=query.device) for dtype in dtypes]
         tensors = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in captured]
@@ -184,6 +185,7 @@ class _Broadcast:
                     return None
                 self.new.output((self._number(result),))
             elif node.op == "call_function":
+                # What is the same for all scores is copied as it is, whatever op it is.
                 if any(x in self.varies for x in node.all_input_nodes):
                     self.varies.add(node)
                     if not self._emit(node):

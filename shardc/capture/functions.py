@@ -38,6 +38,7 @@ def functions_as_ops(gm: fx.GraphModule) -> None:
             kind = node.target.name()
             if kind in OPS:
                 _replace(gm, node, kind)
+    # The functions are registered now: their graphs in ``gm`` have no users any more.
     for node in gm.graph.find_nodes(op="get_attr"):
         if not node.users and isinstance(getattr(gm, node.target, None), fx.GraphModule):
             gm.graph.erase_node(node)
@@ -245,12 +246,13 @@ def _remove_flips(outer: fx.Graph, scan: fx.Node, operands: list[fx.Node], count
         counts: numbers of carries and of sequences.
     """
     carries, end = counts[0], sum(counts)
-    sources = list(map(_unflipped, operands[carries:end]))
+    sources = list(map(_unflipped, operands[carries:end]))  # (sequence before flips, whether it is flipped)
     reverse = 2 * sum(flipped for _, flipped in sources) > len(sources)
     for at, (source, flipped) in enumerate(sources, carries):
         with outer.inserting_before(scan):
             operands[at] = source if flipped == reverse else insert_call(outer, source, aten.flip.default, source, [0])
     for result in list(scan.users):
+        # Stacked results of a reversed scan come in the other order: flip them, which may undo a flip of the user's.
         if reverse and result.args[1] >= carries:
             with outer.inserting_after(result):
                 flipped_result = insert_call(outer, result, aten.flip.default, result, [0])

@@ -162,6 +162,7 @@ class _Lookup:
             table: the table before, with its dims in `order`; None for zeros.
             adds: whether values are added to the table, rather than replace its entries.
         """
+        # As `_entries` orders them: read in order, ``rest`` as one dim (the view below), ``tail``.
         dims = [*self.places, *self.rest, *range(len(self.shape), values.meta["val"].ndim)]
         values = self._call(aten.permute.default, values, dims)
         index = self._entries()
@@ -203,6 +204,7 @@ class _Lookup:
         index = self._call(aten.where.self, from_end, self._call(aten.add.Tensor, index, size), index)
         index = self._call(aten.expand.default, index, self.shape)
         index = self._call(aten.permute.default, index, [*self.places, *self.rest])
+        # `gather` indexes one dim: all of ``rest`` as one.
         sizes = [*index.meta["val"].shape[: len(self.ordered)], math.prod(self.shape[dim] for dim in self.rest)]
         if len(self.rest) != 1:
             index = self._call(aten.reshape.default, index, sizes)

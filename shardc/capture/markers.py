@@ -103,6 +103,7 @@ def _replace(values: PyTree, tag: Tag) -> PyTree:
         tensors = tensors[tag.index : tag.index + 1]
     else:
         tensors = [at for at in tensors if at == tag.index]
+    # A copy to change, except of a dict subclass, which cannot be made again.
     items = dict(values) if type(values) is dict else values if isinstance(values, dict) else list(values)
     for at in tensors:
         items[at] = mark(values[at], tag.name)
@@ -127,6 +128,7 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
         first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
         inner = self._apply_gate(first) if gate else self.act_fn(first)
         if self.has_post_expert_norm:
+            # The norm would undo a scale of its input: it is scaled afterwards.
             product = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
             norm_params = dict(zip(norm, biases[2:] if bias else biases, strict=True))
             return functional_call(self.post_expert_norm, norm_params, (product,)) * scale

@@ -70,6 +70,7 @@ def recorded_states() -> Iterator[set[Read]]:
         reads.add(Read(f"{name}({', '.join(map(repr, constants))})"))
 
     def call_torch(original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
+        # A state with a name becomes a guard; another function that Dynamo would make a constant must be pure.
         name = _NAMES.get(this.value)
         if name == "torch.is_grad_enabled":
             grad_mode.note(tx)
@@ -115,7 +116,7 @@ def _call_numpy(original: Traced, this: Any, tx: Translator, args: Args, kwargs:
             *(x.as_python_constant() for x in args),
             **{name: x.as_python_constant() for name, x in kwargs.items()},
         )
-        if isinstance(number, np.generic):
+        if isinstance(number, np.generic):  # a scalar of NumPy's, and no array
             return ConstantVariable.create(number.item())
     return original(this, tx, args, kwargs)
 

@@ -31,6 +31,7 @@ def without_raising() -> Iterator[None]:
     """Context manager in which Dynamo leaves out ``if <tensor>: raise ...``, with a warning, where it would otherwise
     stop.
     """
+    # Each class of Dynamo's translators has a table: opcode -> handler.
     tables = [(kind, list(kind.dispatch_table)) for kind in subclasses(InstructionTranslatorBase)]
     with ExitStack() as stack:
         for kind, handlers in tables:

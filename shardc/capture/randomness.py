@@ -46,6 +46,7 @@ def random_decompositions() -> dict[OpOverload, Callable[..., object]]:
     """Return op overload -> decomposition of the random ops, for one trace. Each draw in the trace has a stream (random
     sequence) of its own.
     """
+    # ``how`` has the keyword arguments of a factory op: dtype, device, layout and so on.
     draws = _Draws()
     return {
         aten.native_dropout.default: draws.native_dropout,

@@ -49,6 +49,7 @@ class _Container:
             if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
                 yield self.expression, self.value
             return
+        # Of globals, only the entry that was copied counts; else entries of both, as one may be new or gone.
         for key in self.before if self.kind == "globals" else {**self.before, **self.value}:
             value = self.value.get(key)
             if value is not self.before.get(key) or (key in self.value) != (key in self.before):
@@ -155,7 +156,7 @@ class ReachableState:
         """
         if is_plain(value) or isinstance(value, type | ModuleType) or (type(value) is tuple and not value):
             self.reads.add(Read(expression))
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor):  # parameters and buffers are inputs of the program, not constants
             self.reads |= set() if id(value) in self._tensors else {Read(expression)}
         elif id(value) in self._first:
             self.reads.add(Read(f"same({expression}, {self._first[id(value)][0]})"))
@@ -167,6 +168,7 @@ class ReachableState:
         """Adds guards on what is inside of the object ``value``, which ``expression`` names: items of a container,
         attributes of an object, variables of a function.
         """
+        # A guard on the keys, length or type, then guards on each part.
         if isinstance(value, dict):
             self._contain(expression, value, "keys")
             for key, item in list(value.items()):
@@ -182,7 +184,7 @@ class ReachableState:
             self._add(f"{expression}.__func__", value.__func__)
             self._add(f"{expression}.__self__", value.__self__)
         elif isinstance(value, FunctionType):
-            self.reads.add(Read(expression))
+            self.reads.add(Read(expression))  # what it computes also depends on closure and defaults
             for at, cell in enumerate(value.__closure__ or ()):
                 try:
                     self._add(f"{expression}.__closure__[{at}].cell_contents", cell.cell_contents)
@@ -207,6 +209,7 @@ class ReachableState:
         of_classes = [cls for cls in type(value).__mro__ if not is_versioned_class(cls)]
         if of_classes:
             self._open.append((expression, value))
+        # Plain values of its classes that no attribute of its own hides.
         for name, item in ((name, item) for cls in of_classes for name, item in vars(cls).items()):
             if is_plain(item) and name not in attributes and not name.startswith("__"):
                 self.reads.add(Read(f"{expression}.{name}"))

@@ -248,6 +248,7 @@ def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence
     """
     if block is None:
         return None
+    # Paths within the block: they must be equal, not the blocks' own.
     modules = [(path, type(module), module.training) for path, module in block.named_modules()]
     tensors = []
     for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):

@@ -220,6 +220,7 @@ def _other_forward(module: nn.Module) -> Callable[..., PyTree] | None:
     """Return the function that replaces ``module.forward`` in a trace; None if the module's own forward can be
     traced.
     """
+    # A subclass with a forward of its own is left as it is.
     if type(module).forward is nn.AdaptiveLogSoftmaxWithLoss.forward:
         return _adaptive_log_softmax
     if not isinstance(module, _BatchNorm):
@@ -295,6 +296,7 @@ def embedding_bag(
         rows = rows * per_sample_weights.unsqueeze(-1)
     if padding_idx is None:
         return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
+    # [bags, indices, 1]: rows that count in no reduction; a bag of these alone gives zeros.
     pad = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
     if mode == "max":
         return rows.masked_fill(pad, float("-inf")).max(1).values.masked_fill(pad.all(1), 0.0)
@@ -351,7 +353,7 @@ def cov(
     """Computes `torch.cov` without its check that the weights do not sum to zero. A clamp keeps the divisor from being
     negative.
     """
-    rows = input.view(1, -1) if input.dim() < 2 else input
+    rows = input.view(1, -1) if input.dim() < 2 else input  # [variables, observations]
     weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
     total = rows.shape[1] if weights is None else weights.sum()
     centered = rows - ((rows if weights is None else rows * weights).sum(1) / total).unsqueeze(1)
@@ -365,7 +367,7 @@ def corrcoef(input: Tensor) -> Tensor:
     """Computes `torch.corrcoef` by the `cov` of this file, which can be traced."""
     c = cov(input)
     if c.dim() == 0:
-        return c / c
+        return c / c  # 1, or nan if the only variable is constant
     deviation = (c.diag().real if c.is_complex() else c.diag()).sqrt()
     c = c / deviation.view(-1, 1) / deviation.view(1, -1)
     return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
@@ -430,7 +432,8 @@ def gaussian_nll_loss(
         var.ndim == input.ndim and sum(b for a, b in zip(input.shape, var.shape, strict=True) if a != b) == 1
     ):
         raise ValueError("var is of incorrect size")
-    var = var + (var.clamp(min=eps) - var).detach()  # the gradient is as if nothing were clamped
+    # The value is clamped; the gradient is as if nothing were.
+    var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     return _reduced(loss + 0.5 * log(2 * pi) if full else loss, reduction)
 

@@ -227,6 +227,7 @@ class Run:
         """Profile function (`sys.setprofile`) that records the user's functions that run. Raises Unsupported at a call
         that reads a state, such as the time or a random number.
         """
+        # "call" is one of a Python function, whose frame is ``frame``; "c_call" one of ``called``, from ``frame``.
         code = frame.f_code
         if event == "call" and code not in self.codes and not is_versioned(code):
             self.codes[code] = None
@@ -275,7 +276,7 @@ class Run:
         names = loaded_names(self.codes)  # of attributes and globals that the code reads
         for expression, owner, value in changed:
             name = expression.rpartition(".")[2]
-            if not name.isidentifier() or name in names:
+            if not name.isidentifier() or name in names:  # an item of a container has no name to look for
                 raise reads_and_changes(expression, name, self._line_of(name))
             if not owner.startswith("model"):
                 texts.append(f"the model changes {expression}")
@@ -372,6 +373,7 @@ def _memory(x: Tensor) -> Memory:
     """Return the `Memory` of the output ``x``: an id of its storage, whether it is a view made by ``as_strided``, and
     whether torch refuses to change it in place.
     """
+    # The autograd node tells by its name which op made a view; torch refuses writes to views of custom functions.
     kind = type(x.grad_fn).__name__ if x._is_view() else ""
     return Memory(
         x.untyped_storage()._cdata,

@@ -213,7 +213,10 @@ class _Loop:
     # --- what the segments are
 
     def matches(self) -> bool:
-        """Return whether the segments can be written as a scan. Fills the attributes, which describe the scan."""
+        """Return whether the segments can be written as a scan: a step reads slices, carries and values that are the
+        same for all, and what it computes is carried, written or collected. Fills the attributes, which describe the
+        scan.
+        """
         return (
             all(self._reads(at) for at in range(len(self.segments[0])))
             and all(self._provides_uses(at) for at in range(len(self.segments[0])))

@@ -48,7 +48,7 @@ def refuse_hooks(model: nn.Module) -> None:
     of modules are traced.)
     """
     for path, module in model.named_modules():
-        for kind in BACKWARD_HOOKS:
+        for kind in BACKWARD_HOOKS:  # names of the dicts in which a module has its hooks
             for hook in getattr(module, kind).values():
                 what = f"module {path!r}" if path else type(model).__name__
                 message = f"{what} has the backward hook {_hook_name(hook)}, which a compiled program cannot run"
@@ -107,6 +107,7 @@ class Change:
     @property
     def tensors(self) -> list[fx.Node]:
         """The traced nodes of all tensors in the new value, also inside of lists, dicts, attributes and closures."""
+        # `visit` goes into lists and dicts, but not into attributes that forward has set: these are in ``stored``.
         todo, inside, seen = [self.value], list[VariableTracker](), dict[int, Any]()
         while todo:
             visited = len(inside)
@@ -369,14 +370,15 @@ def _reads_to_change(tree: ast.AST) -> set[ast.AST]:
     """
     nodes: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign):
+        if isinstance(node, ast.AugAssign):  # the target, without its subscripts
             nodes |= {x for x in ast.walk(node.target) if _name(x) == _name(node.target) != ""}
         elif isinstance(node, ast.Assign):
             for target in node.targets:  # also ``self.count = self.count + 1``
                 nodes |= {x for x in ast.walk(node.value) if _name(x) == _name(target) != ""}
+                # ``self.cache[key] = value``: ``self.cache`` is read only to be changed.
                 nodes.update(ast.walk(target.value) if isinstance(target, ast.Subscript) else ())
         elif isinstance(node, ast.Expr | ast.Lambda):
-            call = node.value if isinstance(node, ast.Expr) else node.body
+            call = node.value if isinstance(node, ast.Expr) else node.body  # of a statement or a lambda
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
                 place = call.func.value
                 nodes |= {call.func, *(ast.walk(place) if isinstance(place, ast.Attribute | ast.Name) else ())}
@@ -434,6 +436,7 @@ def changed_arguments(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[
     tensors.
     """
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    # (expression, list or dict, its content before) of each, at any depth.
     containers = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
     if not containers:
         return []
@@ -481,7 +484,7 @@ def replaced_buffers(before: Before, line: Callable[[str], str | None]) -> list[
     texts = []
     for path, (module, _, buffers) in before.items():
         for name, buffer in module._buffers.items():
-            if buffer is (had := buffers.get(name)):
+            if buffer is (had := buffers.get(name)):  # the same tensor, maybe changed in place
                 continue
             if had is not None or name not in module._non_persistent_buffers_set:
                 raise CaptureError(

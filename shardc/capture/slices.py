@@ -68,6 +68,7 @@ def slices(node: fx.Node) -> Iterator[tuple[Series, int]]:
     """Yield (series, number) for each way in which ``node`` is slice ``number`` of a series. ``x[1, 2]`` is slice 1
     along dim 0 and slice 2 along dim 1.
     """
+    # The parameters of ``select`` and ``narrow`` (whose third, the start, is "index" here).
     named = arguments(node, "input", "dim", "index", "length")
     source = named.get("input")
     if not isinstance(source, fx.Node):
@@ -135,7 +136,7 @@ def _of_tuple(pieces: fx.Node, at: Any) -> Iterator[tuple[Series, int]]:
     dim %= value_of(source).ndim
     if name == "unbind":
         yield Series(source, dim, None), at
-    else:
+    else:  # pieces of ``split`` or ``chunk`` may differ in size: these are no series
         sizes = {x.shape[dim] for x in value_of(pieces)}
         if len(sizes) == 1:
             yield Series(source, dim, sizes.pop()), at

@@ -207,5 +207,6 @@ def _value_at(x: object, values: Mapping[sympy.Symbol, sympy.Integer]) -> object
     """
     if not isinstance(x, Tensor):
         return _number(x, values)
+    # Strides by the symbols, too: a value need not be contiguous.
     shape, stride = ([_number(n, values) for n in sizes] for sizes in (x.shape, x.stride()))
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)

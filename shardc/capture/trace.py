@@ -207,6 +207,7 @@ class Traced(Captured):
         """Rewrite the graph's ops to those that have rules, annotate its nodes, and return the captured model.
         ``graph`` is changed in place.
         """
+        # Functions first: their graphs leave the module, and the passes below see one op for each.
         refuse_sparse(self.graph.graph)
         functions_as_ops(self.graph)
         loop_gradients(self.graph, decompositions())
@@ -217,7 +218,7 @@ class Traced(Captured):
         annotate(self.graph, self.inputs, self.names, self.stored)
         refuse_higher_order(self.graph.graph)
         check_dtypes(self.graph.graph, self.uncast)
-        captured = Captured(*(getattr(self, field.name) for field in fields(Captured)))
+        captured = Captured(*(getattr(self, field.name) for field in fields(Captured)))  # without what `Traced` adds
         return replace(captured, returned=returned(self.graph.graph, self.memories, self.owners))
 
 
@@ -292,7 +293,7 @@ def trace(
     failed = partial(capture_error, model, loss=loss, inputs=named, uncast=uncast)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for context in _contexts(root, tags, dtypes):
+        for context in _contexts(root, tags, dtypes):  # they cast, tag and replace what cannot be traced
             stack.enter_context(context)
         with mode:
             fakes = [fake(name, x) for name, x in named]
@@ -322,9 +323,11 @@ def trace(
                 # An error without an explanation says less than the reason for which Dynamo refused the model.
                 raise (failed(error) if is_explained(error) else refused) from error
             traced.warnings.insert(0, warn_of_unseen_reads(template, refused))
+        # shardc's warnings from within the trace, which `catch_warnings` held back; torch's are dropped.
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
     graph = traced.joint.graph_module
     reads = traced.reads(partial(_retraced, again, template, graph) if retraces else None)
+    # Each text once, though code may run several times in a trace.
     for warning in (*traced.warnings, *{str(warning): warning for warning in of_trace}.values()):
         warnings.warn(warning, stacklevel=2)
     return Traced(
@@ -536,8 +539,8 @@ def input_names(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, P
     Args:
         extra: the number of ``args``, at the end, for the loss: they are named ``target``, or ``target0`` and so on.
     """
-    model_args = len(args) - extra
-    names: list[str] = []
+    model_args = len(args) - extra  # arguments of the model by position
+    names: list[str] = []  # of these arguments
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             names += [f"{parameter.name}.{at}" for at in range(model_args - len(names))]

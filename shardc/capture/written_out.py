@@ -65,6 +65,7 @@ def _uses_maximum(call: fx.Node) -> bool:
 def _map(body: fx.GraphModule, xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
     """Compute torch's ``map``: apply ``body`` to each slice of ``xs`` along dim 0, and return its results, stacked."""
     targets = [x.target for x in body.graph.nodes if x.op == "call_function"]
+    # Autograd functions, and custom ops, may not work under ``vmap``: one slice after the other.
     if any(getattr(x, "__name__", "") == "autograd_function_apply" or _is_users_op(x) for x in targets):
         results = [_run(body, *slices, *args) for slices in zip(*(x.unbind(0) for x in xs), strict=True)]
         return tuple(map(torch.stack, zip(*results, strict=True)))
