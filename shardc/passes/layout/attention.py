@@ -188,6 +188,7 @@ def _write_axes(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
     ``around``: keys and values are passed from rank to rank (a ring) instead of gathered.
     """
     names = [argument.name for argument in node.target._schema.arguments]
+    # The last arguments, from ``axis`` on, are (axes, methods, ring or gather).
     node.args = (*node.args[: names.index("axis")], *_axes_and_methods(entries), around)
 
 

@@ -106,6 +106,7 @@ def _entered_values(start: fx.Node, count: int) -> dict[int, fx.Node]:
 def _owner(param: fx.Node) -> str:
     """Returns the name of the module that owns a parameter; ``param`` is the parameter, a cast or a transpose of it."""
     node = param
+    # Back through casts and transposes to the placeholder; the name is that of its module and ".weight".
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return ir.info(node).name.rpartition(".")[0]
@@ -235,6 +236,7 @@ class _Builder:
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
         """Returns the floating-point operations of ``nodes`` per row."""
         calls = [node for node in nodes if node.op == "call_function" and node.target is not getitem]
+        # The trace is of ``size`` rows, each of which costs the same.
         return sum(spec.flops for node in calls if (spec := spec_of(call_of(node)))) // self.size
 
     def _saved_products(

@@ -164,7 +164,8 @@ class _Quantiser:
             # The dim that the product sums over: dim 1 of operand 0, dim 0 of operand 1. It is counted before the
             # transpose, as matrices are quantised before it.
             dim = None if scaling == "tensorwise" else 1 - position if not turned else position
-            # A weight is quantised as it is stored, whatever it is cast to, and gathered in float8.
+            # A weight is quantised as it is stored, whatever it is cast to, and gathered in float8. Products that need
+            # the same float8 form (matrix, dim of the maxima, dtype) share it.
             key = (_param(source) or source, dim, _WIDE if wide else _FINE)
             if key not in self.quantised:
                 self.quantised[key] = self._quantise(node, *key)

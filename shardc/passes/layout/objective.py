@@ -102,6 +102,7 @@ def unit_of(
     `unit`). ``plan_axes``: batch axes of the plan; ``outputs``: roles of the program's outputs; ``reduce`` and
     ``own_losses`` as in `Objective`.
     """
+    # Along an axis that splits no output, ranks share one loss, as in `Objective`.
     bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
     return unit(layout, [axis for axis in plan_axes if axis in bound and own_losses], reduce)
 

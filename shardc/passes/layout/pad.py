@@ -200,7 +200,7 @@ class _Padder(PaddedValues):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         shape = ir.value(node).shape
-        have = self.padded[source].padding if source in self.padded else unpadded(shape)
+        have = self.padded[source].padding if source in self.padded else unpadded(shape)  # runs of each dim
         layout = self.options.grow(node.kwargs["name"], shape, [padded_size(runs) for runs in have])
         # The pin may want more padding, at the end of a dim; a dim that is padded inside of it, too, keeps what it has.
         if layout is not None and all(len(runs) == 1 for runs in have):
@@ -324,7 +324,7 @@ class _Padder(PaddedValues):
         value = ir.value(x)
         if not fills and find_rule(call.target) in contractions.MATRIX_FUNCTIONS.values():
             name = [name for name, _ in call.named_operands()][at]
-            fills = {1 if name in contractions.PIVOTS else 0}  # a valid matrix for every kernel
+            fills = {1 if name in contractions.PIVOTS else 0}  # a valid matrix for every kernel; pivots count from 1
         elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
         if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
@@ -372,7 +372,8 @@ class _Padder(PaddedValues):
 
 def _padding_of(layout: Layout, shape: Sequence[int], have: Layout | None = None) -> Padding:
     """Returns the padding by which a value of ``shape`` grows to the sizes of ``layout``. If its present layout,
-    ``have``, splits a dim that grows, the dim is padded in every shard (2 x 8 rows to 2 x 9).
+    ``have``, splits a dim that grows, the dim is padded in every shard (2 x 8 rows to 2 x 9), so that no element moves
+    to another rank.
     """
     padding: list[Runs] = []
     for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True)):

@@ -45,7 +45,7 @@ class Reshard:
                 if user is not None:
                     used = ir.info(user).origin
                     origin = replace(origin, phase=used.phase, region=used.region)
-                place = Inserter(rewriter, user or _after(x), replace(record, origin=origin), "at")
+                place = Inserter(rewriter, user or _after(x), replace(record, origin=origin), suffix="at")
                 inserted[x, want] = place.typed(replace(ir.value(x), layout=want), ops.reshard, x)
             return inserted[x, want]
 
@@ -62,7 +62,7 @@ class Reshard:
 
 def _after(x: fx.Node) -> fx.Node:
     """Returns the node before which a reshard of ``x`` is inserted: the first one after ``x`` that is neither a
-    placeholder nor an attribute.
+    placeholder nor an attribute, as these stand at the start of a graph.
     """
     after = x.next
     while after.op in ("placeholder", "get_attr"):

@@ -78,15 +78,17 @@ def _with_policy(policy: SavePolicy, origin: Origin, model_origin: Origin, regio
     what earlier policies marked.
     """
     if policy.where == "recompute":
+        # For a whole module: the plan's region decides, beside the model's own mark; earlier marks of the plan go.
         return (
             replace(origin, policy="must_recompute")
             if policy.ops
             else replace(origin, region=region, policy=model_origin.policy)
         )
+    # The host keeps nothing that is in memory anyway: it would be copied for no saving.
     host = policy.entry if policy.where == "host" and not in_memory else ""
     if policy.ops:
         return replace(origin, policy="must_save", host=host)
-    return replace(origin, region=0, policy=model_origin.policy, host=host)
+    return replace(origin, region=0, policy=model_origin.policy, host=host)  # 0: out of any region of the plan
 
 
 def _in_memory(graph: fx.Graph) -> set[fx.Node]:

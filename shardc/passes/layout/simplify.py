@@ -99,7 +99,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
         first = members[0][0]  # in graph order: the shared reshard stands before all that read it
         root = replaced.get(root, root)  # this group may start from a reshard of another group
         record = replace(ir.info(root), origin=ir.info(first).origin)
-        place = Inserter(rewriter, first, record, "at")
+        place = Inserter(rewriter, first, record, suffix="at")
         shared = place.typed(replace(ir.value(root), layout=layout), ops.reshard, root)
         for node, moves in members:
             # Copies of the views, on the resharded value; the old views stay for their other users.

@@ -209,7 +209,9 @@ class Closure:
         if way in self.ways[node]:
             return
         self.ways[node][way] = None
-        operands, results = laid_out(spec, self.mesh, dict(way.factors), way.carried, {way.carried: way.positions})
+        # The operands at ``positions`` are partial over the axis.
+        positions = {way.carried: way.positions}
+        operands, results = laid_out(spec, self.mesh, dict(way.factors), way.carried, positions)
         for operand, layout in zip(operands_of(node), operands, strict=True):
             self._add(slot_of(operand), layout)
         for index, layout in zip(_result_indices(node), results, strict=True):
@@ -299,8 +301,10 @@ def _combined_strategy(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -
     carried = [pair for way in choice for pair in way.carried]
     if not commute(spec, factors, carried):
         return None
+    # Each axis has its own operands that are partial over it.
+    positions = {way.carried: way.positions for way in choice}
     try:
-        return Strategy(*laid_out(spec, mesh, factors, carried, {way.carried: way.positions for way in choice}))
+        return Strategy(*laid_out(spec, mesh, factors, carried, positions))
     except LayoutError:  # reductions that do not commute
         return None
 

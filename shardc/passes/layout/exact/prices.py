@@ -102,6 +102,7 @@ def _traffic_per_op(
     for node, run in order:
         reads = []
         for at, x in enumerate(operands_of(node)):
+            # From memory, unless this kernel computes the value or has read it already.
             root = roots[x]
             if runs.get(root) != run and (run, root) not in seen:
                 seen.add((run, root))

@@ -97,11 +97,12 @@ class Builder:
         sizes = memory * itemsize * np.array([layout.local_numel for layout in layouts]) if memory else 0.0
         index = self.add_variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
-            # An output has no variable: its layout is given.
+            # An output has no variable: its layout is fixed, and its reshard is a cost of the value alone.
             if use.variable is None:
                 self.unary[index] = self.unary[index] + table.column(0)
             else:
                 self.pairs.append((index, use.variable, table))
+        # The label of the value has to agree with the layout in which the op's label produces it.
         self.pairs.append((maker, index, _production_costs(produced, layouts)))
 
 
@@ -154,10 +155,11 @@ def _label_costs(
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
     weight = max((w for _, w in uses), default=1.0)  # that of a shared reshard
+    # For each label: the row of its produced layout in ``table``, the columns of the layouts that it shares.
     rows, shared = _shared_reshards(
         one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column
     )
-    full = table[rows]  # seconds from each label's produced layout
+    full = table[rows]  # [label, needed layout]: seconds of the reshard from the label's produced layout
     costs = np.zeros(len(rows))
     # A shared reshard is paid once, by the label, and costs the uses that read it nothing.
     for at, columns in enumerate(shared):
