@@ -65,10 +65,10 @@ class Loops:
     map_ranks: Map
 
     def __post_init__(self) -> None:
-        self.sums: dict[str, Any] = {}
+        self.sums: dict[str, Any] = {}  # name of a term of the microbatches -> sum so far; a list of terms for a gather
         self.shared: dict[Any, Any] = {}  # values that later graphs take: by name, and by name and microbatch
         self.parts: dict[tuple[str, Any], list[Any]] = {}  # as `Results`, of each microbatch so far
-        self._added: set[str] = set()
+        self._added: set[str] = set()  # sums that are in memory of their own, which may be written
 
     def run_step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
         """Runs all graphs of a step in order, and returns its outputs and, in training, its gradients.
@@ -111,7 +111,7 @@ class Loops:
             return self._part("inputs", role.name, self.inputs.get(role.name, port.example), microbatch)
         if role.kind == "tangent":
             return self._part("outputs", role.index, tangents[role.index], microbatch)
-        if role.kind == SUM:
+        if role.kind == SUM:  # after the last microbatch; only one graph takes it
             total = self.sums.pop(role.name)
             return self.gathered(total) if self.program.reduce[role.name] == GATHER else total
         if role.kind in (KNOWN, KEPT):
@@ -131,7 +131,7 @@ class Loops:
         if self.program.reduce[name] == GATHER:
             self.sums.setdefault(name, []).append(term)
         elif name not in self.sums:
-            self.sums[name] = term
+            self.sums[name] = term  # the graph's own result: not written, as other results may share its memory
         elif self.program.reduce[name] == "sum" and name in self._added:
             self.map_ranks(Tensor.add_, self.sums[name], term)
         else:
@@ -142,7 +142,7 @@ class Loops:
         """Returns the part of ``x`` that a microbatch uses; all of it if it is not split. ``x`` is an input (kind
         "inputs", key its name) or the gradient of an output (kind "outputs", key its index).
         """
-        layout = self.program.in_time.get(kind, {}).get(key)
+        layout = self.program.in_time.get(kind, {}).get(key)  # only of what the axis of microbatches splits
         if layout is None or x is None:
             return x
         return self.map_ranks(lambda whole: part_of(whole, layout, microbatch), x)
@@ -222,6 +222,7 @@ class Microstep:
             if self._grads is not None:
                 _warn_of_outputs(used - {program.loss})
             return _take_gradients(self.run_step(program.using(used), True, tangents))
+        # The gradients were computed for tangent 1 of the loss, the one output that is used.
         (factor,) = tangents.values()
 
         def scaled(grad: Tensor, by: Tensor) -> Tensor:
@@ -255,7 +256,8 @@ def _warn_of_outputs(indices: frozenset[int | None]) -> None:
 
 
 def part_of(x: Tensor, layout: Layout, microbatch: int) -> Tensor:
-    """Returns the rows of ``microbatch`` (its number) from ``x``, a shard that has all microbatches.
+    """Returns the rows of ``microbatch`` (its number) from ``x``, a shard that has all microbatches. The dim of rows is
+    ``[above, microbatches, below]``, as `_microbatch_dim` returns it; ``above`` and ``below`` stay, in this order.
 
     Args:
         layout: layout of one microbatch's shard, in which the axis of microbatches splits a dim.
@@ -274,6 +276,9 @@ def join_parts(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 def _microbatch_dim(layout: Layout) -> tuple[int, int, int]:
     """Returns how the axis of microbatches splits a local tensor: (dim, above, below). In that dim, the tensor can be
     viewed as ``[above, microbatches, below]``.
+
+    A layout writes a dim's index in digits, slowest first, each local (axis None) or split by a mesh axis. The other
+    ranks' digits are not in a local tensor: ``above`` and ``below`` count the local ones before and after that of time.
     """
     time = layout.mesh.time
     dim = layout.dim_of(time)

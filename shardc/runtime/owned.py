@@ -70,17 +70,20 @@ class Owned(Shard):
         return repr(self), {"Owned": Owned}
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        """Returns (rows, offset of the first) on coordinate ``rank``: all on the owner, none at the end elsewhere."""
         return (curr_local_size, 0) if rank == self.owner else (0, curr_local_size)
 
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
+        # Returns (shards of all coordinates, their paddings), as DTensor's method does.
         assert not with_padding, "shards of all rows and of none are not scattered"
         return [tensor if rank == self.owner else tensor[:0] for rank in range(num_chunks)], []
 
     def _to_replicate_tensor(
         self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> Tensor:
+        # A rank that is not the owner has no rows, and learns their number from the logical shape.
         shape = [current_logical_shape[0], *local_tensor.shape[1:]]
         return self.from_owner(local_tensor, shape, mesh, mesh_dim)
 
@@ -118,7 +121,7 @@ class OwnedLayout(Layout):
         super().__init__(layout.mesh, layout.dims, layout.partial)
         object.__setattr__(self, "stages", stages)
         object.__setattr__(self, "owner", owner)
-        object.__setattr__(self, "local", local or not layout.ndim)
+        object.__setattr__(self, "local", local or not layout.ndim)  # a tensor without dims is on all stages
 
     def __reduce__(self) -> tuple[object, ...]:
         return OwnedLayout, (Layout(self.mesh, self.dims, self.partial), self.stages, self.owner, self.local)
@@ -199,6 +202,7 @@ class _Spread(torch.autograd.Function):
         ctx.placements, mesh, local = x.placements, x.device_mesh, x._local_tensor
         spec = spec_like(x, everywhere(x.placements))
         shape, _ = compute_local_shape_and_global_offset(x.shape, mesh, spec.placements, skip_offset=True)
+        # One broadcast for each mesh dim with an owner, from its coordinate along the dim.
         owned = [(dim, placement) for dim, placement in enumerate(x.placements) if isinstance(placement, Owned)]
         for at, (mesh_dim, placement) in enumerate(owned):
             # With several, the owner is where all coordinates are: of a later dim, only the owner's has values yet.
@@ -221,6 +225,7 @@ class _Confine(torch.autograd.Function):
         ctx.placements = x.placements
         coordinate = x.device_mesh.get_coordinate()
         assert coordinate is not None
+        # A rank has rows only if it is at the owner's coordinate of every mesh dim that has one.
         owns = all(at == p.owner for at, p in zip(coordinate, placements, strict=True) if isinstance(p, Owned))
         local = x._local_tensor.detach().clone() if owns else x._local_tensor.new_empty((0, *x._local_tensor.shape[1:]))
         return DTensor(local, spec_like(x, placements), requires_grad=x.requires_grad)

@@ -58,6 +58,7 @@ def computed(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
         )
     if op in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
         return _norms(mesh, *args, **kwargs)
+    # Ranks would draw other numbers for their shards than for the whole tensor; other ops mix elements.
     if draws(op) or "out" in op._schema.overload_name or not _is_elementwise(op):
         return NotImplemented
     like = _operands(op, args, kwargs)
@@ -80,6 +81,7 @@ def _operands(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree
     values = [*args, *kwargs.values()]
     lists = [x for x in values if isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x)]
     alone = [x for x in values if isinstance(x, Tensor)]
+    # A column has the operands that give one result; tensors beside them must be scalars.
     if op._schema.name.startswith(_LISTS):
         columns, beside = [list(column) for column in zip(*lists, strict=True)], alone
     else:
@@ -109,6 +111,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
 
     In place of an operand that the op wrote, the operand is returned.
     """
+    # Local tensor -> its DTensor, which is returned in place of it if the op wrote to it.
     operands = {id(x._local_tensor): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
     local_args, local_kwargs = pytree.tree_map_only(DTensor, attrgetter("_local_tensor"), (args, kwargs))
     result = op(*local_args, **local_kwargs)
@@ -117,7 +120,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
         if id(x) in operands or not isinstance(first, DTensor):
             return operands.get(id(x), x)
         spec = spec_like(first, first.placements, x.dtype)
-        ReplicatedSpec.mark(spec)
+        ReplicatedSpec.mark(spec)  # a replicated result: DTensor's caches must not take it for a plain tensor
         return DTensor(x, spec, requires_grad=False)
 
     if isinstance(result, Tensor):
@@ -150,10 +153,12 @@ def _norms(
     largest, terms = order == float("inf"), []
     for tensor in tensors:
         local = tensor._local_tensor
+        # Each shard counts once: of its replicas, the one at coordinate 0 of every replicated mesh dim.
         counts = all(not at or not p.is_replicate() for at, p in zip(coordinate, tensor.placements, strict=True))
         wide = dtype or torch.promote_types(local.dtype, torch.float32)
         norm = torch.linalg.vector_norm(local, order, dtype=wide) if local.numel() and counts else torch.zeros(())
         terms.append(norm.to(mesh.device_type, torch.float64))
+    # Powers of the norms of shards add up to that of the whole; largest elements are joined by a maximum.
     total = torch.stack(terms) if largest else torch.stack(terms).pow(order)
     for mesh_dim in range(mesh.ndim):
         if mesh.size(mesh_dim) > 1:

@@ -78,6 +78,7 @@ class Box:
             # One box: slices are faster than an index, and select a view.
             starts = [int(index[0]) if len(index) else 0 for index in indices]
             return Box(tuple(slice(at, at + size) for at, size in zip(starts, local, strict=True)), local)
+        # Else one index tensor per dim, which broadcast against each other to the shape of the shard.
         ones = [1] * len(shape)
         wide = [index.view(*ones[:dim], -1, *ones[dim + 1 :]) for dim, index in enumerate(indices)]
         return Box(tuple(wide), local)
@@ -137,6 +138,7 @@ class Owners:
 
     def __post_init__(self) -> None:
         load = torch.zeros(max(self.groups.everyone()) + 1, dtype=torch.float64)
+        # Largest first, each to the rank with the least load: a greedy balance.
         order = sorted(range(len(self.params)), key=lambda at: -update_cost(self.params[at].shape))
         chosen = {at: _choose_owner(self.params[at], load) for at in order}
         self.owners = [_owner(param, chosen[at]) for at, param in enumerate(self.params)]
@@ -160,6 +162,7 @@ class Owners:
         """
         out: list[Tensor | None] = [None] * len(shards)
         for batch in self._batches(shards):
+            # Every rank sends its shards to the owners; only owners have boxes, and so expect pieces.
             pieces = self._exchange(
                 [(self.owners[shards[at][0]].rank, shards[at][1]) for at in batch],
                 [(rank, box.shape) for at in batch for rank, box in self.owners[shards[at][0]].boxes.items()],
@@ -202,12 +205,14 @@ class Owners:
         """Groups ``shards`` into exchanges of one dtype and at most `_BUCKET` bytes each. Yields lists of indices of
         ``shards``.
         """
+        # All ranks make the same batches: these depend on global sizes and on the order of parameters alone.
         for dtype in dict.fromkeys(local.dtype for _, local in shards):
             batch: list[int] = []
             size = 0
             for at, (index, local) in enumerate(shards):
                 if local.dtype != dtype:
                     continue
+                # Bytes per rank on average: owners are spread over all ranks.
                 more = self.params[index].numel() * dtype.itemsize // len(self.ranks)
                 if batch and size + more > _BUCKET:
                     yield batch

@@ -71,7 +71,7 @@ class CheckedParams:
             runs: whether the module is about to run; an earlier check without ``runs`` does not suffice for that.
         """
         return (
-            runs <= self._runs
+            runs <= self._runs  # False only if a run needs values that the last check did not ask for
             and all(map(is_, self._specs, map(_spec, params.values())))
             and self._devices == list(map(_device, params.values()))
         )
@@ -99,28 +99,30 @@ def check(
         what = f"parameter {gone[0]!r} is gone" if gone else f"parameter {new[0]!r} came after the module was compiled"
         raise LayoutError(what, fix="change the model first, then compile it")
     for name, param in params.items():
-        keep = expected[name]
-        if param is not params[keep.first]:
-            raise LayoutError(f"parameters {keep.first!r} and {name!r} were tied and are now two tensors", fix=_FIX)
+        contract = expected[name]
+        if param is not params[contract.first]:
+            raise LayoutError(f"parameters {contract.first!r} and {name!r} were tied and are now two tensors", fix=_FIX)
         if not isinstance(param, DTensor):
             raise LayoutError(
                 f"parameter {name!r} was replaced by a {type(param).__name__} of shape {list(param.shape)} that is no "
                 f"DTensor (or the module is inside of summon_full_params, where it does not run)",
                 fix=_FIX,
             )
-        if tuple(param.shape) != keep.shape:
+        if tuple(param.shape) != contract.shape:
             raise LayoutError(
-                f"parameter {name!r} has shape {list(param.shape)}; the module was compiled with {list(keep.shape)}",
+                f"parameter {name!r} has shape {list(param.shape)}; the module was compiled with "
+                f"{list(contract.shape)}",
                 fix="compile the changed model again",
             )
-        if param.device_mesh != device_mesh or param.placements != keep.placements:
+        if param.device_mesh != device_mesh or param.placements != contract.placements:
             raise LayoutError(
                 f"parameter {name!r} is laid out as {list(param.placements)} on {param.device_mesh}; the plan stores "
-                f"it as {list(keep.placements)} on {device_mesh}",
+                f"it as {list(contract.placements)} on {device_mesh}",
                 fix=_FIX,
             )
-        if param.device.type != homes[keep.first].place.type and (runs or not param.is_meta):
-            raise _moved(name, param, homes[keep.first])
+        home = homes[contract.first]
+        if param.device.type != home.place.type and (runs or not param.is_meta):
+            raise _moved(name, param, home)
 
 
 def _moved(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
@@ -141,6 +143,7 @@ def load_hooks(module: nn.Module, spec: ShardingSpec) -> None:
     names = {id(param): name for name, param in module.named_parameters()}
     for submodule in module.modules():
         owned = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
+        # In a copied module they are there already: `deepcopy` copies hooks.
         if owned and not any(_is_ours(hook) for hook in submodule._load_state_dict_pre_hooks.values()):
             stored = {key: (spec.stored[name], spec.homes[name]) for key, name in owned.items()}
             submodule.register_load_state_dict_pre_hook(partial(_load, stored, spec.rank))
@@ -170,7 +173,7 @@ def _load(
         if loaded.shape != param.shape or loaded.is_meta:
             continue  # torch raises its own error
         shard = _shard(loaded.detach(), param, storage, rank)
-        if param.is_meta:
+        if param.is_meta:  # it has no memory to copy to
             refill(param, home.keep(shard.to(param.dtype, copy=True)), storage, rank)
         else:
             with torch.no_grad():
@@ -275,6 +278,7 @@ class ParamStore:
             empty = torch.empty_strided(x.shape, strides.get(name, x.stride()), dtype=x.dtype, device="meta")
             return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
+        # As the user's model was: without the state of the compiled module and its guards of `forward`.
         template = clone_tree(self.view, tensor)
         vars(template).pop("shardc")
         forward_calls.unguard(template)
@@ -299,6 +303,7 @@ class ParamStore:
         module ``runs``, its parameters must have values, too.
         """
         mesh, params = self.spec.param_mesh, self.snapshot.parameters
+        # Checked before each run: usually the same specs and devices as at the last full check, which is quick to see.
         if mesh is None or self._checked is not None and self._checked.still_passed(params, runs):
             return
         check(params, self.contracts, mesh, self.spec.homes, runs)

@@ -38,7 +38,7 @@ class Shard:
         self.param, self.name = param, name
         self.local: Tensor = param._local_tensor  # type: ignore[attr-defined]
         self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
-        self.fuses = self.local.is_floating_point()
+        self.fuses = self.local.is_floating_point()  # whether fused kernels take it: not if complex
         self.dtype = self.local.dtype
         self._last_read: list[object] = []  # values of the parameter's state at the last `read` or `write`
         self._last_written: list[object] = []  # values of the shard's state at the last `write`
@@ -60,7 +60,7 @@ class Shard:
         kernel can use it.
         """
         grad = self.param.grad
-        if grad is None:
+        if grad is None:  # the optimizer skips it
             return self.fuses
         local = self.gradient(grad)
         self._set_grad(local)
@@ -90,17 +90,18 @@ class Shard:
             into: state by shard, to which the shard's is written.
         """
         if not state:
-            if self._last_read:
+            if self._last_read:  # the parameter's state was cleared: clear the shard's
                 into.pop(self.data, None)
                 self._last_read, self._last_written = [], []
             return
         if _are(state.values(), self._last_read):
-            return
+            return  # the shard's state was made of these
         mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
         step = state.get("step")
         if fused and isinstance(step, Tensor) and step.device != self.local.device:
             mine["step"] = step.to(self.local.device)
         into[self.data] = mine
+        # Of new entries, none is written yet: `write` must look at all.
         self._last_read, self._last_written = list(state.values()), []
 
     def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
@@ -193,13 +194,18 @@ class WholeParameter(Shard):
             self._same_dtype = grad.dtype == self.dtype
 
     def take_grad(self) -> bool:
+        """Returns whether a fused optimizer kernel can use the gradient, which `take` has set."""
         return self.fuses and self._same_dtype
 
     def end_step(self) -> None:
+        """Drops the gradient and the unsharded value, which only the step needs."""
         super().end_step()
         self.data.data = self.local.new_empty(0)
 
     def read(self, state: Mapping[str, object] | None, fused: bool, into: dict[Tensor, dict[str, object]]) -> None:
+        """Copies the optimizer state of the DTensor parameter to the plain whole tensor, on the owner only (see
+        `Shard.read`). Entries may be nested, so leaves are compared.
+        """
         leaves = pytree.tree_leaves(state or {})
         if not self.is_local or _are(leaves, self._last_read):
             return
@@ -213,11 +219,15 @@ class WholeParameter(Shard):
             into[self.data]["step"] = step.to(self.local.device)
 
     def write(self, mine: Mapping[str, object] | None, states: Mapping[Tensor, dict[str, object]]) -> None:
+        """Copies the optimizer state of the plain whole tensor to the DTensor parameter's, on the owner only (see
+        `Shard.write`): tensors become DTensors that have rows on the owner alone.
+        """
         leaves = pytree.tree_leaves(mine or {})
         if not self.is_local or not mine or _are(leaves, self._last_written):
             return
         state = states[self.param]
         dtensors = {id(x._local_tensor): x for x in pytree.tree_leaves(state) if isinstance(x, DTensor)}
+        # Entries whose memory is unchanged stay the same DTensors.
         new = pytree.tree_map(lambda x: dtensors.get(id(x)) if id(x) in dtensors else self.placed(x), dict(mine))
         state.clear()
         state.update(new)

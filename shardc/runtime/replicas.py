@@ -44,7 +44,7 @@ class Turns:
             return False
         counts = self._counts
         if kind not in counts and len(counts) >= _APART:
-            kind = ""
+            kind = ""  # the count that further kinds share, so that memory is bounded
         count = counts[kind] = counts.get(kind, 0) + 1
         return count & (count - 1) == 0 or count == 3 or count % _EVERY == 0
 
@@ -74,6 +74,7 @@ def compare_values(
     mine: dict[str, tuple[int, int | None]] = {}  # fingerprints of the shard, and of what it was cut from
     for key, x in tensors.items():
         of_shard = _fingerprint(x)
+        # If the shard has changed since it was cut, the unsharded tensor says nothing about it.
         of_source, of_shard_then = sources.get(key, (None, None))
         mine[key] = of_shard, of_source if of_shard_then == of_shard else None
     stored = {key: f", stored as {storage}" for key, storage in storages.items()}
@@ -127,7 +128,7 @@ class Passed(NamedTuple):
         """Describes the input ``x``, which has ``layout``: along which axes ranks pass different shards. ``rows`` are
         axes along which they may pass different numbers of rows.
         """
-        if isinstance(x, DTensor):
+        if isinstance(x, DTensor):  # its placements say how it is split
             placed = zip(layout.mesh.axes, x.placements, strict=True)
             return cls(x, tuple(axis for axis, placement in placed if not placement.is_replicate()), ())
         return cls(x, tuple(dict.fromkeys((*rows, *layout.axes))), rows or layout.dim_axes(0) if layout.ndim else ())
@@ -159,6 +160,7 @@ def compare_inputs(
     }
     groups = groups.whole  # all stages take the same inputs
     consistency, mesh = groups.consistency, groups.mesh
+    # Inputs of which some ranks pass the same shard: fewer shards than ranks.
     shared = {key: x for key, x in passed.items() if prod(map(mesh.size, x.split)) < mesh.ranks}
     if consistency.alone or not shared:
         return
@@ -220,6 +222,7 @@ def _sharding_axes(storage: Layout | None) -> tuple[str, ...]:
     """
     if storage is None:
         return ()
+    # Stages store different parameters; one without dims is on all stages.
     return (storage.stages, *storage.bound) if isinstance(storage, OwnedLayout) and storage.ndim else storage.bound
 
 

@@ -63,7 +63,7 @@ def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Seque
     """Reference of an all-to-all: every rank sends its first ``sends[0]`` rows to rank 0, the next ``sends[1]`` to
     rank 1, and so on. Returns the rows that each rank receives; ``receives`` has their expected counts by sender.
     """
-    pieces = [shard.split(list(sends)) for shard in shards]
+    pieces = [shard.split(list(sends)) for shard in shards]  # sender -> piece for each receiver
     out = [torch.cat([piece[k] for piece in pieces]) for k in range(len(shards))]
     assert all(result.shape[0] == sum(receives) for result in out), f"sends {sends} do not make receives {receives}"
     return out
@@ -141,12 +141,13 @@ def fingerprint(x: Tensor) -> int:
     # A view as int64 needs an aligned start.
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    whole = flat.numel() // 8 * 8
+    whole = flat.numel() // 8 * 8  # bytes in whole words; up to 7 more follow
     blocks = flat[:whole].view(torch.int64).split(_WORDS) if whole else ()
     weights = _weights(x.device)
-    products = torch.empty_like(weights)
+    products = torch.empty_like(weights)  # one buffer for all blocks, so that it stays in the cache
     sums = [torch.mul(block, weights[: len(block)], out=products[: len(block)]).sum() for block in blocks]
     total = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
+    # Each step depends on the total before, so the order of the blocks counts too.
     for value in (*(torch.stack(sums).tolist() if sums else ()), *flat[whole:].tolist()):
         total = ((total ^ value) * _MIX) & _MASK
     return total
@@ -195,6 +196,7 @@ def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -
     that reduce to ``x`` (where `shard` gives ``x`` to one rank and neutral elements to the others).
     """
     mesh, terms = layout.mesh, [x]
+    # Each pending axis splits every term: the flat index of a term has the first axis slowest, as `_term` counts.
     for axis, op in layout.partial:
         terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]
     return [terms[_term(layout, rank)][indices(layout, rank)].clone() for rank in range(mesh.ranks)]
@@ -205,6 +207,7 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     AssertionError if replicas differ.
     """
     mesh, dtype = layout.mesh, shards[0].dtype
+    # These dtypes have few kernels: assemble their bits.
     if dtype in _SAME_BITS and not layout.partial:
         return assemble([local.view(_SAME_BITS[dtype]) for local in shards], layout).view(dtype)
     terms = prod(mesh.size(axis) for axis, _ in layout.partial)
@@ -213,7 +216,7 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     for rank, local in enumerate(shards):
         assert tuple(local.shape) == layout.local_shape, f"rank {rank} holds {tuple(local.shape)}, not that of {layout}"
         index = flat_index(mesh, layout.axes, rank)
-        if replicas[index] == len(copies):
+        if replicas[index] == len(copies):  # of this shard there are more replicas than of any before
             copies.append([local.new_zeros(layout.shape) for _ in range(terms)])
         copies[replicas[index]][_term(layout, rank)][indices(layout, rank)] = local
         replicas[index] += 1
@@ -250,7 +253,7 @@ def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Performs the pending reductions of ``layout``. ``terms`` has one tensor for each flat index along the pending
     axes.
     """
-    for axis, op in reversed(layout.partial):
+    for axis, op in reversed(layout.partial):  # the last axis varies fastest: its terms are neighbours
         size = layout.mesh.size(axis)
         terms = [reduce(terms[k : k + size], op) for k in range(0, len(terms), size)]
     return terms[0]
@@ -267,8 +270,9 @@ def _split_term(x: torch.Tensor, op: str, count: int, generator: torch.Generator
         total = x * count if op == "avg" else x
         return [total - sum(others, torch.zeros_like(x)), *others]
     if op == "product":
-        signs = [noise(0, 2) * 2 - 1 for _ in range(count - 1)]
+        signs = [noise(0, 2) * 2 - 1 for _ in range(count - 1)]  # 1 or -1: the product is exact
         return [x * torch.stack(signs).prod(0), *signs]
+    # Of a maximum or minimum, one term is `x`, and the others are no better.
     if x.dtype == torch.bool:
         worse = [x & noise(0, 2) if op == "max" else x | noise(0, 2) for _ in range(count - 1)]
     else:

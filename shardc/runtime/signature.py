@@ -89,7 +89,7 @@ def _default_device() -> str:
                 "of the functions that forward calls",
                 fix="leave the mode before the call, or enter it inside of forward",
             )
-    return str(modes[-1].device)
+    return str(modes[-1].device)  # the innermost counts
 
 
 # Field of `Mode` -> what it holds for each module, parameter or tensor.
@@ -178,7 +178,7 @@ class Signature:
 
     def is_but_for_sizes(self, other: Signature) -> bool:
         """Whether ``other`` equals this signature, except perhaps in the sizes of tensors."""
-        pairs = zip(self.leaves, other.leaves, strict=False)
+        pairs = zip(self.leaves, other.leaves, strict=False)  # other numbers of leaves differ in `spec`, below
         same = all(
             replace(x, shape=y.shape) == y and len(x.shape) == len(y.shape)
             if isinstance(x, Like) and isinstance(y, Like)
@@ -189,7 +189,7 @@ class Signature:
 
     def is_but_for_constants(self, other: Signature) -> bool:
         """Whether ``other`` equals this signature, except perhaps in the values of arguments that are not tensors."""
-        pairs = zip(self.leaves, other.leaves, strict=False)
+        pairs = zip(self.leaves, other.leaves, strict=False)  # other numbers of leaves differ in `spec`, below
         same = all(x == y or (isinstance(x, Constant) and isinstance(y, Constant)) for x, y in pairs)
         return same and replace(self, leaves=other.leaves) == other
 
@@ -242,7 +242,7 @@ class Arguments(NamedTuple):
     def of(cls, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Arguments:
         """Flattens ``(args, kwargs)`` like pytree; faster than pytree if no argument is a container."""
         leaves = [*args, *kwargs.values()]
-        if _LEAVES.issuperset(map(type, leaves)):
+        if _LEAVES.issuperset(map(type, leaves)):  # none is a container
             return cls(args, kwargs, leaves, _flat_spec(len(args), *kwargs))
         return cls(args, kwargs, *pytree.tree_flatten((args, kwargs)))
 
@@ -255,7 +255,7 @@ class Arguments(NamedTuple):
         """Returns the ``(args, kwargs)`` as examples for a capture: tensors become ``meta`` tensors of the global
         ``shapes``.
         """
-        whole = iter(shapes)
+        whole = iter(shapes)  # of the tensors, in their order
         examples = [
             torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
             if isinstance(x, Tensor)
@@ -281,7 +281,7 @@ class Arguments(NamedTuple):
                     return None
                 described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
             else:
-                described.append((type(x), x))
+                described.append((type(x), x))  # with the type, since 1 == 1.0 == True
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = self.spec, tuple(described), id(mode), surroundings, deferred, modes
         try:
@@ -348,6 +348,7 @@ def _check_structure(call: Signature, expected: Signature) -> None:
 
 def _shown(signature: Signature) -> str:
     """Returns the arguments of a call as text: ``x, mask=...``."""
+    # The names in the structure (args, kwargs): the leaves of args come first.
     count = len(pytree.tree_leaves(pytree.tree_unflatten(signature.names, signature.spec)[0]))
     named = [name if at < count else f"{name}=..." for at, name in enumerate(signature.names)]
     return ", ".join(named) or "nothing"

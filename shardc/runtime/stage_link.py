@@ -36,7 +36,7 @@ class StageLink:
 
     def __init__(self, groups: Groups, program: Executable, device: torch.device) -> None:
         self.groups, self.program, self.device = groups, program, device
-        self._groups = [groups.along_stages(back) for back in (False, True)]
+        self._groups = [groups.along_stages(back) for back in (False, True)]  # to later stages, and to earlier ones
         self._timeout = timeout_of(self._groups[0])
         # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
         self._left: Counter[int] = Counter()
@@ -52,6 +52,7 @@ class StageLink:
         return self._groups[message.source > message.target]
 
     def begin(self, actions: Iterable[Run | Message]) -> None:
+        """Begins a step of these runs and messages: on CPUs, posts receives of each source's first ones."""
         if self.device.type != "cpu":
             return  # NCCL's receives keep a part of the GPU busy
         self._coming.clear()
@@ -63,6 +64,7 @@ class StageLink:
             self._post_receives(source)
 
     def send(self, message: Message, values: list[Any]) -> None:
+        """Starts to send ``values``, and holds their memory until they have left (`_wait_until_sent`)."""
         sends: list[tuple[Any, Tensor]] = []
         for x in map(_bytes, values):
             if x.numel():
@@ -81,9 +83,14 @@ class StageLink:
             self._left[rank] += 1
 
     def arrived(self, message: Message) -> bool:
-        return True  # `receive` waits
+        return True  # ranks are processes: `receive` waits
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
+        """Waits for ``message``, and returns its values.
+
+        Args:
+            received: how many messages of this rank its source has received before it sends this one.
+        """
         source = message.source
         receiving = self._receiving[source]
         receives = receiving.popleft() if receiving else self._receive(message)
@@ -116,6 +123,7 @@ class StageLink:
         return receives
 
     def finish(self) -> None:
+        """Waits until all messages of the step have left this rank."""
         for rank, pending in self._pending.items():
             self._wait_until_sent(rank, self._left[rank] + len(pending))
         self._left.clear()

@@ -81,6 +81,8 @@ class StageLoops(Loops):
         program = self.program
         actions = program.actions(self.rank, training)
         self.link.begin(actions)
+        # Per action: the values that no later action reads, and for a receive, how many of this rank's messages its
+        # source has received before.
         last_uses, received = program.last_uses(self.rank, training), program.received(self.rank, training)
         for action, last_used, received_before in zip(actions, last_uses, received, strict=True):
             if isinstance(action, Run):
@@ -96,7 +98,7 @@ class StageLoops(Loops):
                     self._store_received(key, x)
         self.link.finish()
         results |= self._joined()
-        if training and self.absent is not None:
+        if training and self.absent is not None:  # gradients of parameters that other stages store
             grads = program.stage_runs(True).grads.items()
             results |= {("grad", name): self.absent(like) for name, (rank, like) in grads if rank != self.rank}
 
@@ -108,7 +110,7 @@ class StageLoops(Loops):
         keys = {port.name: saved_key(half, port.name, microbatch) for port in half.takes}
         saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
         feed = [self._value(port, microbatch, saved, tangents) for port in half.takes]
-        saved.clear()
+        saved.clear()  # a reference less
         self._free(last_used)
         for role, x in zip(half.gives, self.run(half, feed), strict=True):
             if role.kind == "saved":
@@ -129,12 +131,12 @@ class StageLoops(Loops):
         a parameter, or a result in ``parts``.
         """
         kind, name, microbatch = key
-        if kind == TRANSFER:
+        if kind == TRANSFER:  # such as an activation or its gradient
             return self.shared[key]
         if kind == SUM:
             return self._total(name)
         if kind == "param":
-            return self.argument(Port(Role(kind, name), name, example), 0)
+            return self.argument(Port(Role(kind, name), name, example), 0)  # the same in all microbatches
         return self.parts[kind, name][microbatch]
 
     def _store_received(self, key: Key, x: Any) -> None:
@@ -143,6 +145,7 @@ class StageLoops(Loops):
         if kind == TRANSFER:
             self.shared[key] = x
         elif kind == SUM:
+            # For a gather, `_total` joins a list of terms: the sender's is one term.
             self.sums[name] = [x] if self.program.reduce[name] == GATHER else x
         elif kind == "param":
             self.copies[name] = x
@@ -150,12 +153,16 @@ class StageLoops(Loops):
             self.parts.setdefault((kind, name), []).append(x)
 
     def _store(self, role: Role, x: Any, microbatch: int) -> None:
+        """Stores a result of a graph as `Loops._store` does; one that another stage takes, under its `Key`."""
         if role.kind == TRANSFER:
             self.shared[TRANSFER, role.name, microbatch] = x
         else:
             super()._store(role, x, microbatch)
 
     def _value(self, port: Port, microbatch: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
+        """Returns an argument of a graph as `Loops._value` does. It may also come from another stage: a transferred
+        value, or a copy of a parameter. A sum stays, since several graphs may take it (`_free` drops it).
+        """
         role = port.role
         if port.name in saved:
             return saved[port.name]

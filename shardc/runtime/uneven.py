@@ -23,7 +23,11 @@ Axes = tuple[str, ...]
 
 
 def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes, ...]:
-    """Returns, per input, the mesh axes that split its rows (dim 0) into contiguous blocks; () if no axis does."""
+    """Returns, per input, the mesh axes that split its rows (dim 0) into contiguous blocks; () if no axis does.
+
+    A layout writes a row's index in digits, slowest first, each split by a mesh axis or local (axis None). Blocks are
+    contiguous if at most the last digit is local.
+    """
     return tuple(
         layout.dim_axes(0)
         if x.dim() and not isinstance(x, DTensor) and all(digit.axis for digit in layout.dims[0][:-1])
@@ -54,6 +58,7 @@ class Rows:
         them as `Rows`; ``axes`` has, per tensor, the axes that split its rows.
         """
         mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
+        # One line of counts per rank of the mesh.
         table = torch.stack(gather(mine, groups, groups.mesh.axes)).tolist()
         return cls(tuple(names), tuple(axes), tuple(map(tuple, table)))
 
@@ -70,6 +75,7 @@ class Rows:
         """
         blocks: dict[int, tuple[int, int]] = {}
         for rank, counts in enumerate(self.counts):
+            # The first rank with this block, and its count: replicas of the block must have the same.
             first, count = blocks.setdefault(flat_index(groups.mesh, self.axes[at], rank), (rank, counts[at]))
             if count != counts[at]:
                 first_rank, this_rank = groups.everyone()[first], groups.everyone()[rank]
@@ -100,7 +106,8 @@ class Rows:
                 fix="pass as many rows on every rank, or detach it",
             )
         counts, axes = self.blocks(at, groups), self.axes[at]
-        width = prod(x.shape[1:]) * x.element_size()
+        width = prod(x.shape[1:]) * x.element_size()  # bytes of a row
+        # An all-gather takes equal sizes: shorter blocks are padded, and cut below.
         sent = torch.zeros(max(counts) * width, dtype=torch.uint8, device=x.device)
         sent[: x.shape[0] * width] = bytes_of(x)
         # Groups are named by axes in mesh order; blocks are numbered in the order of the layout's axes.
@@ -109,6 +116,7 @@ class Rows:
         members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]
         by_block = {flat_index(groups.mesh, axes, rank): part for rank, part in zip(members, parts, strict=True)}
         whole = torch.cat([by_block[block][: count * width] for block, count in enumerate(counts)])
+        # As the program splits the rows of all ranks: evenly.
         index = local_indices(layout, layout.shape, 0, groups.rank)
         return whole.view(x.dtype).view(-1, *x.shape[1:])[index[0] : index[-1] + 1].contiguous()
 
@@ -153,7 +161,7 @@ def global_rows(
     for at, to in numbered.items():
         x, name, (other, layout) = tensors[at], inputs[at][0], inputs[to]
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            continue
+            continue  # these values number nothing
         if isinstance(x, DTensor) or x.dtype not in (torch.int32, torch.int64):
             raise InputError(
                 f"input {name!r} is {'a DTensor' if isinstance(x, DTensor) else f'of {x.dtype}'}, and by the plan "
@@ -172,7 +180,8 @@ def global_rows(
                     fix="write relative_to=None, and pass global row numbers",
                 )
             start, count, total = row_range.start, len(row_range), layout.shape[0]
-        # A rank that has all rows counts them globally already.
+        # A rank that has all rows counts them globally already. Else negative numbers stay, those of own rows are
+        # shifted, and larger ones get beyond the last global row.
         if total > count:
             out[at] = torch.where(x < 0, x, torch.where(x < count + (x.dim() == 1), x + start, x + total))
     return out

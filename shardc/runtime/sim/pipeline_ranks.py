@@ -21,19 +21,23 @@ class Wires:
     each (source, target).
     """
 
+    # (source, target) -> messages under way, as (keys of the values, values).
     queues: dict[tuple[int, int], deque[tuple[tuple[Key, ...], list[Any]]]] = field(default_factory=dict)
-    moved: int = 0
+    moved: int = 0  # sends and receives so far: whether ranks make progress
 
     def begin(self, actions: Iterable[Run | Message]) -> None: ...
 
     def send(self, message: Message, values: list[Any]) -> None:
+        """Appends a message to the queue from its source to its target."""
         self.queues.setdefault((message.source, message.target), deque()).append((message.keys, values))
         self.moved += 1
 
     def arrived(self, message: Message) -> bool:
+        """Whether ``message`` was sent: messages between two ranks arrive in order, so the next one is it."""
         return bool(self.queues.get((message.source, message.target)))
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
+        """Takes ``message`` from its queue and returns its values; ``received`` matters to real ranks only."""
         keys, values = self.queues[message.source, message.target].popleft()
         assert keys == message.keys, f"rank {message.target} expects {message.keys}, {message.source} sent {keys}"
         self.moved += 1
