@@ -78,7 +78,8 @@ def _with_policy(policy: SavePolicy, origin: Origin, model_origin: Origin, regio
     what earlier policies marked.
     """
     if policy.where == "recompute":
-        # For a whole module: the plan's region decides, beside the model's own mark; earlier marks of the plan go.
+        # For a whole module: the plan's region decides, beside the model's own mark; earlier marks of the plan go. An
+        # earlier ``host`` stays: what is still saved, such as what goes into a region, then lies on the host.
         return (
             replace(origin, policy="must_recompute")
             if policy.ops

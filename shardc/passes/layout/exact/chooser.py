@@ -99,7 +99,7 @@ class LayoutProblem:
 
     def __post_init__(self) -> None:
         self.mesh, self.cost = self.problem.mesh, self.problem.cost
-        self.builder = Builder(self.cost)
+        self.builder = Builder(self.cost)  # collects variables and costs
         self.options: dict[fx.Node, tuple[Strategy, ...]] = {}
         self.variable: dict[fx.Node, int] = {}
         self.kernels: dict[fx.Node, Table] = {}
@@ -114,7 +114,7 @@ class LayoutProblem:
             for node, target, kwargs, record in self.seeded:  # undo what `apply` of ``like`` wrote on them
                 node.target, node.kwargs = target, kwargs
                 ir.set_info(node, record)
-        # A copy, from which `_start` deletes what it leaves open.
+        # A copy, from which `_start` deletes what it leaves open: the next problem takes over the whole ``boundary``.
         self.outside = replace(self.boundary, fixed=dict(self.boundary.fixed), wanted=dict(self.boundary.wanted))
         self._start()
         self.seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
