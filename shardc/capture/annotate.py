@@ -118,6 +118,7 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
         if placed.setdefault(desc, node) is not node:
             node.replace_all_uses_with(placed[desc])
             graph.erase_node(node)
+    # Descriptors that are equal by first names are those of one tensor: of outputs, its gradients.
     results: dict[aot.AOTOutput, fx.node.Argument] = {}
     for desc, result in zip(output.meta["desc"], output.args[0], strict=True):
         desc = _by_first_name(desc, first)

@@ -66,6 +66,7 @@ def memories_of(
     feeds = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
     owners = {memory_of(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
     tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
+    # `_Root.forward` marks each output by one of these tags.
     outputs = [tag.args[0] for tag in tags if tag.kwargs.get("name") in (OUTPUT, SAME)]
     return tuple(Memory(memory_of(x), *_as_view(x)) for x in outputs), owners
 

@@ -211,6 +211,7 @@ def record_calls(
         fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]
         record.inputs = [record.token(x) for x in fakes]
         both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+        # Id of a tensor -> all its names: blocks that share tensors with other modules are told by them.
         places: dict[int, list[str]] = {}
         for name, x in (item for named in both for item in named):
             places.setdefault(id(x), []).append(model_name(name))

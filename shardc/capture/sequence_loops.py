@@ -236,7 +236,8 @@ class _Loop:
         if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(value_of(calls[0]))):
             return False
         target: Any = calls[0].target
-        marks = getattr(target, "namespace", "").startswith("shardc")  # such as of activations that the plan names
+        # Ops of shardc, such as the marks of activations that the plan names, must stay in the graph.
+        marks = getattr(target, "namespace", "").startswith("shardc")
         if calls[0].op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator) or marks:
             return False
         operands = [list(_operands(node)) for node in calls]
@@ -249,7 +250,7 @@ class _Loop:
         It can if ``nodes`` are one value, slices in order, values of their own segments, or values of the segments
         before. Adds that role to ``roles[at]``.
         """
-        places = [self.number.get(node) for node in nodes]
+        places = [self.number.get(node) for node in nodes]  # (segment, number) of calls of the loop, None for others
         if places[0] is not None:  # a value of the segment itself
             self.roles[at].append(None)
             return places == [(k, places[0][1]) for k in range(len(nodes))]
@@ -263,7 +264,7 @@ class _Loop:
             return True
         for series, _ in self.order.slices.get(nodes[0], ()):
             if all((series, k) in self.order.slices.get(node, ()) for k, node in enumerate(nodes)):
-                self._add(at, "x", self.xs, series)
+                self._add(at, "x", self.xs, series)  # slice k in segment k
                 return series.source not in self.number
         return False
 

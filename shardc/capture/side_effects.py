@@ -210,7 +210,7 @@ def changed_reads(
         if change.expression not in seen | presence_checks:
             continue  # it is not read, or only after this call has set it
         try:
-            before, absent = lookup(parse(change.expression)), False
+            before, absent = lookup(parse(change.expression)), False  # `_PRESENT` if this is the second trace
         except _MISSING:
             before, absent = None, True
         if before is _PRESENT or change.expression not in (presence_checks if absent else seen):
@@ -239,6 +239,7 @@ def changed_reads(
     both = None if second_reads is None else reads.joined(second_reads)
     if both is None:
         raise refused
+    # `sets`: constants that the first call sets in the user's model without an effect on the capture.
     read = {entry.expression for entry in both.entries if entry.expression.startswith("model")} - {
         name for name, value in constants.items() if value is _PRESENT
     }

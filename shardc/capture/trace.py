@@ -285,7 +285,8 @@ def trace(
     inputs = tuple(name for name, _ in named)
     refuse_hooks(model)
     stored = {PREFIX + name: x.dtype for name, x in (*model.named_parameters(), *model.named_buffers())}
-    uncast = dtypes.uncast(model)
+    uncast = dtypes.uncast(model)  # for errors: (text about a buffer that keeps its dtype, fix)
+    # Every name of a parameter or buffer -> the first name of that tensor.
     places = {PREFIX + name: PREFIX + first for name, first in first_places(model).items()}
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
@@ -391,6 +392,7 @@ class _ByDynamo:
         lengths: Collection[int], joint_of: Callable[[nn.Module], Any],
     ) -> None:  # fmt: skip
         self._root, self._loss, self._fakes = root, loss, fakes
+        # Noted during the trace: Dynamo's output, what forward changes, what it asks of torch's global state.
         with recorded() as outputs, changes_recorded() as self._changes, recorded_states() as self._states:
             traced = dynamo_graph_capture_for_export(root)(*fakes)
         self._output = outputs[-1]  # Dynamo's `CaptureOutput`, with its guards
@@ -399,6 +401,7 @@ class _ByDynamo:
         self._graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
         self.memories, self.owners = memories_of(traced, root, places, fakes, inputs)
         self.warnings: list[ShardcWarning] = []
+        # Rewrites of Dynamo's graph, in which memory, loops and calls are still those of the model's code.
         write_out(traced, lengths)
         pad_at_the_begin(traced)
         undo = scan_loops(traced, lengths, decompositions())
