@@ -76,6 +76,7 @@ class BoundedStore(dist.Store):
         """Calls the store's method ``name`` and returns its result. Raises RuntimeError if that takes too long, or if
         an earlier request is still unanswered.
         """
+        # While a request is unanswered the thread waits: further ones would only queue behind it.
         if self._unanswered is None or self._unanswered.done():
             answer: Future[Any] = Future()
             self._requests.put((answer, name, args))
@@ -159,7 +160,7 @@ class LostRanks:
         alive. Returns [] if the rank that calls the roll does not publish them in time.
         """
         end, outcome = time.monotonic() + _ROLL, f"{self._roll}silent"
-        if self._calls:
+        if self._calls:  # this rank called the roll: it waits for the answers, and publishes who is silent
             while time.monotonic() < end and store.add(f"{self._roll}answers", 0) < len(self.ranks):
                 time.sleep(_PAUSE)
             if not store.check([outcome]):

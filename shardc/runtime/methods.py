@@ -35,6 +35,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """
     if not isinstance(module, ShardedModule):
         return
+    # Bases of a compiled module's class: `ShardedModule` (or a subclass), the model's class, `BehindModel`.
     front, cls, _ = type(module).__bases__
     method = inspect.getattr_static(cls, name, None)
     if not isinstance(method, FunctionType) or hasattr(front, name):
@@ -81,7 +82,7 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
     out = {}
     with groups.consistency.shares_errors(), groups.consistency.reduces("expert_tokens()"):
         for where, (counts, over) in state.cache.routing.tokens.items():
-            if over:
+            if over:  # name of the group of ranks that have other tokens; "" if there are none
                 axes = group_axes(over, groups.mesh) or ()
                 started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])
                 counts = torch.ops._c10d_functional.wait_tensor(started)

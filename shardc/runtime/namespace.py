@@ -136,6 +136,7 @@ class Namespace(State):
     def memory(self) -> MemoryUse:
         """Returns the bytes of collective results on this rank, planned and observed; see `MemoryUse`."""
         planned: dict[str, int] = {}
+        # All programs share the memory: the largest need of each graph counts.
         for runner in self.cache.runners.values():
             for which, size in runner.planned().items():
                 planned[which] = max(size, planned.get(which, 0))
@@ -178,9 +179,11 @@ class Namespace(State):
         """
         model, targets = self.params.view, self.spec.targets
         if len(args) == 1 and not kwargs:
+            # A dict may be the model's keywords: `in_call` says which arguments the batch stands for.
             in_order, by_name = in_call(model, to_dicts(args[0]), targets)
             cut_args, cut_kwargs = self.map_inputs(in_order, by_name, self.cut_global)
             return from_dicts(args[0], cut_kwargs or cut_args[0])
+        # Containers that pytree does not know are converted to dicts, and back afterwards.
         plain_args, plain_kwargs = to_dicts((args, kwargs))
         cut = self.map_inputs(plain_args, plain_kwargs, self.cut_global)
         out_args, out_kwargs = from_dicts((args, kwargs), cut)

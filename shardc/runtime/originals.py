@@ -70,9 +70,10 @@ class _Originals:
     """
 
     def __init__(self) -> None:
+        # Original parameter -> (`_Pair` of its compiled module, name of the parameter).
         self._pairs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._seen: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # number of parameters per group
-        self._hooked = False
+        self._hooked = False  # whether `before_step` runs before the steps of all optimizers
 
     def note(self, model: nn.Module, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         """Starts to watch ``params``, the parameters of ``model`` by name, for uses after compile. ``module`` is the
@@ -81,12 +82,13 @@ class _Originals:
         pair = _Pair(ref(module), replaced=module is model)
         for name, param in params.items():
             self._pairs[param] = pair, name
-            if pair.replaced and type(param) is nn.Parameter:
+            if pair.replaced and type(param) is nn.Parameter:  # a subclass keeps its own methods
                 param.__class__ = Replaced
+        # If the model is the compiled module, loading into it is right.
         for part in () if pair.replaced else model.modules():
             if _loaded not in part._load_state_dict_post_hooks.values():
                 part.register_load_state_dict_post_hook(_loaded)
-        self._seen.clear()
+        self._seen.clear()  # optimizers that were fine may have these parameters
         if not self._hooked:
             register_optimizer_step_pre_hook(self.before_step)
             self._hooked = True
@@ -115,13 +117,14 @@ class _Originals:
         (`_replace`). Warns if the optimizer has parameters of a model that was compiled, which get no gradients, while
         the compiled module's have some.
         """
+        # Looked at once, and again if parameters were added.
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == sizes:
             return
         self._replace(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         trains = any(param.grad is not None for param in params)
-        idle = False
+        idle = False  # whether neither the model nor the compiled module has gradients yet
         for pair, module in () if trains else self.pairs(params):
             idle = True
             if any(param.grad is not None for param in module.parameters()):

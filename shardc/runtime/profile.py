@@ -78,6 +78,7 @@ class Ranges:
         """Returns a name for a segment: the common prefix of the names of the modules that computed its results, or
         else "first to last" with the first and the last of them; "inputs" without modules.
         """
+        # `gives`: names of the nodes that are results of the segment.
         results = [node for node in self.half.graph.nodes if node.name in {*segment.gives}]
         modules = [module.split(".") for node in results if (module := ir.info(node).origin.module)]
         shared = commonprefix(modules)
@@ -92,6 +93,7 @@ class _Buckets(TorchFunctionMode):
         self._names = iter(names)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # An op is written "namespace.name.overload", an event of the profiler "namespace::name".
         name = next(self._names, None) if _kind(str(func).replace(".", "::", 1).partition(".")[0]) else None
         with nullcontext() if name is None else record_function(name):
             return func(*args, **kwargs or {})
@@ -163,12 +165,14 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     # Calls of c10d and the messages of gloo that they start are in the same order.
     sends, sent_messages = named("c10d::send"), named("gloo:send")
     receives, received_messages = named("c10d::recv_"), named("gloo:recv")
+    # All-reduces without messages of their own are carried out by the backend: its events have their ends and sizes.
     whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
     backend = named("gloo:all_reduce")
     # Gloo labels other collectives all_reduce too. If there are more of them than calls, they cannot be matched.
     backend_event_of = dict(zip(map(id, whole), backend, strict=True)) if len(whole) == len(backend) else {}
     ran = []
     for event, kind in calls:
+        # Its messages: those that c10d calls within the collective's call have started.
         sent = [x for call, x in zip(sends, sent_messages, strict=True) if _inside(call, event)]
         received = [x for call, x in zip(receives, received_messages, strict=True) if _inside(call, event)]
         native = backend_event_of.get(id(event), event)

@@ -74,7 +74,7 @@ class Shared:
         output, a constant or an inference tensor, or was freed.
         """
         x = self.source() if self.source is not None else None
-        if x is None or x.is_inference():
+        if x is None or x.is_inference():  # an inference tensor has no version counter
             return None
         return version_of(x)
 
@@ -130,7 +130,7 @@ class ReadOnly(Tensor):
                 args = (x.clone(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func in (Tensor.numpy, Tensor.__array__):
+        if func in (Tensor.numpy, Tensor.__array__):  # a write to the copy would be lost: numpy refuses it
             result.setflags(write=False)
         return result
 
@@ -142,9 +142,10 @@ class ReadOnly(Tensor):
                 x.shared.refuse()
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
             return False  # it cannot become the .data of another tensor
-        if func is torch.ops.aten.detach_.default:
+        if func is torch.ops.aten.detach_.default:  # writes nothing
             return args[0]
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        # Address of the memory of each read-only operand -> the tensor that it shares on one device.
         sources = {_memory(x.local): x.shared for x in leaves if isinstance(x, ReadOnly)}
         for shared in sources.values():
             shared.check()

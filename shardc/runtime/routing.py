@@ -40,6 +40,7 @@ class Routing:
         if not noted.counts and not noted.loads:
             return
         before = dict(self.tokens) if adds else {}
+        # Layers that did not run in this forward have no counts.
         if noted.counts:
             self.tokens.clear()
         for name, (counts, over) in zip(experts_in(graph, NOTED), noted.counts, strict=False):

@@ -40,7 +40,7 @@ class State:
     def __init__(
         self, owner: nn.Module, spec: ShardingSpec, build: Build, sync: Sync, sources: Sources, found: Any = None
     ) -> None:
-        object.__setattr__(owner, "shardc", self)
+        object.__setattr__(owner, "shardc", self)  # past a ``__setattr__`` of the model's class
         self.spec, self.params, self.found = spec, ParamStore(spec, owner, sync, sources), found
         self.cache = ProgramCache(spec, self.params, build)
         self.turns, self.epoch = Turns(), 0
@@ -103,6 +103,7 @@ class State:
         Args:
             fn: maps (name, tensor) of all tensors, in the order of the program's inputs, to the new tensors.
         """
+        # In the order of the program's inputs: targets of the loss come after the model's arguments, without keywords.
         moved = targets_last(self.params.view, args, kwargs, self.spec.targets or ())
         leaves, structure = pytree.tree_flatten(moved)
         named = zip(self.cache.input_names(*moved), leaves, strict=True)
@@ -121,6 +122,7 @@ class State:
         layouts = self.cache.build.input_layouts(shapes)
         shards = [shard_input(x, layout, self.spec.rank) for (_, x), layout in zip(named, layouts, strict=True)]
         for (name, shape), x in zip(shapes, shards, strict=True):
+            # A call then knows the global shape of this shard: its local shape alone may be ambiguous.
             self.cache.note_cut(name, tuple(x.shape), shape)
         return shards
 

@@ -54,6 +54,7 @@ class Lockstep:
         """Calls ``target`` on every rank with that rank's values of `PerRank` arguments; other arguments are shared. If
         ``target`` is a collective, it runs once for each group of ranks.
         """
+        # Copies between host and device (`MOVES`) are local ops.
         if isinstance(target, OpOverload) and communicates(target) and target not in MOVES:
             return self._collective(target, args, kwargs)
         return PerRank(target(*_pick(args, rank), **_pick(kwargs, rank)) for rank in range(self.mesh.ranks))
@@ -116,7 +117,7 @@ class Lockstep:
             call: executes an op, given the values of its operands; by default on the local tensors of each rank.
         """
         values: dict[fx.Node, Any] = {}
-        dead = last_uses(gm.graph)
+        dead = last_uses(gm.graph)  # node -> the values that it is the last to read
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = PerRank(feed(node))
@@ -147,7 +148,7 @@ class Lockstep:
         feed = iter(inputs)
         results: list[PerRank | None] = []
         for _, value in self.values(gm, lambda node: PerRank(next(feed))):
-            results = value
+            results = value  # the output comes last
         return results
 
     # --- collectives
@@ -156,7 +157,8 @@ class Lockstep:
         """Runs a functional collective on all ranks, group by group, by its reference in `shardc.runtime.shards`."""
         name = target._opname
         if name == "wait_tensor":
-            return args[0]
+            return args[0]  # in lockstep a collective is done when it is called
+        # By name: variants of a collective have their arguments in different places.
         named = dict(zip((a.name for a in target._schema.arguments), args, strict=False), **kwargs)
         axes = group_axes(named.pop("group_name"), self.mesh)
         if axes is None:
@@ -166,11 +168,13 @@ class Lockstep:
         named.pop("slots", None)  # memory of the results on a real rank
         x, *options = named.values()
         function = COLLECTIVES[_VARIANT.sub("", name)]
+        # A coalesced op takes a list of tensors, and returns one on every rank.
         if isinstance(x, PerRank):
             results = _by_group(function, x, options, groups)
         else:
             per_tensor = [_by_group(function, tensor, options, groups) for tensor in x]
             results = PerRank([tensor[rank] for tensor in per_tensor] for rank in range(self.mesh.ranks))
+        # What the op writes to: its operand if it works in place, else ``out=``, if passed.
         into = x if target._schema.is_mutable and out is None else out
         if into is None:
             return results

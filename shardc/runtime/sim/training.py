@@ -58,6 +58,7 @@ class Simulation:
         self.mesh: Mesh = self.state.spec.mesh
         self.ranks = Lockstep(self.mesh)
         self.storages: dict[str, Layout] = self.state.spec.storages
+        # Global shapes without padding; a dim that the axes do not divide is padded in its layout.
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.params: dict[str, list[Tensor]] = {
             name: [shard_tensor(p, self.storages[name], rank).clone() for rank in range(self.mesh.ranks)]
@@ -67,9 +68,11 @@ class Simulation:
             name: [b.clone() for _ in range(self.mesh.ranks)] for name, b in module.named_buffers()
         }
         self.grads: dict[str, list[Tensor]] = {}
+        # Of the last forward: program, and what its backward takes. None if no backward can follow.
         self._saved: tuple[Executable, dict[str, PerRank] | Microstep] | None = None
-        self._loads: Loads = []
-        self._changes: list[tuple[int, Tensor, int]] = []  # versions of outputs that a backward reads
+        self._loads: Loads = []  # rows that layers of experts got, not checked against their capacity yet
+        # (index, tensor with its version counter, version) of each output that a backward reads.
+        self._changes: list[tuple[int, Tensor, int]] = []
 
     def __call__(self, *args: PyTree, grad: bool = True, **kwargs: PyTree) -> PyTree:
         """Runs the model on global inputs, and returns global outputs. A `backward` may follow if the call has
@@ -87,6 +90,7 @@ class Simulation:
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
         if program.microbatches > 1:
+            # Forward and backward of each microbatch in turn: with a loss, its gradients are computed here already.
             step = self._run_microbatches(program, fed, grad)
             self._check_loads()
             results = [step.output(role) for role in program.outputs]
@@ -94,7 +98,7 @@ class Simulation:
         else:
             half, argument = program.step(training=grad)[0], self._arguments(program, fed)
             results = self._run(half, [argument(port, 0) for port in half.takes])
-            # In training, the backward checks them, as on real ranks.
+            # In training, the backward checks the loads, as on real ranks.
             if half.phase != FORWARD:
                 self._check_loads()
             saved = {r.name: x for r, x in zip(half.gives, results, strict=True) if r.kind == "saved" and x is not None}
@@ -114,6 +118,7 @@ class Simulation:
             else:
                 assert role.layout is not None
                 out.append(self.ranks.assemble(result, role.layout))
+        # An output that the model returns twice is one tensor object, as on one device.
         for at, output in enumerate(program.returned):
             out[at] = out[at] if output.same is None else out[output.same]
         read = [(at, out[at]) for at, output in enumerate(program.returned) if output.read_by]
@@ -142,12 +147,14 @@ class Simulation:
                     fix="remove it, or step the module on the ranks of a DeviceMesh",
                 )
         program, saved = self._saved
+        # Index of each output that has gradients -> their dtype.
         if isinstance(saved, Microstep):
             dtypes = program.tangents
         else:
             takes = program.half(BACKWARD).takes
             dtypes = {port.role.index: port.example.dtype for port in takes if port.role.kind == "tangent"}
         shards = self._tangent_shards(program, dtypes, tangents)
+        # Autograd on one device refuses outputs that were changed in place, if a used output's backward reads them.
         for at, counter, version in self._changes:
             if counter._version != version and not shards.keys().isdisjoint(program.returned[at].read_by):
                 raise modified(at, counter, version)
@@ -162,6 +169,7 @@ class Simulation:
             results = self._run(half, feed)
             self._check_loads()
             grads = {(role.kind, role.name): x for role, x in zip(half.gives, results, strict=True)}
+        # Gradients of inputs are left out.
         for (kind, name), grad in grads.items():
             if kind == "grad" and grad is not None and name in self.params:
                 before = self.grads.get(name)
@@ -191,7 +199,7 @@ class Simulation:
             )
         if tangents:
             gradients = dict(zip(dtypes, tangents, strict=False))
-        else:
+        else:  # the derivative of the default loss: 1 for the one scalar, or for all elements of all outputs
             gradients = {at: torch.ones(layouts[at].shape, dtype=dtypes[at]) for at in scalars or dtypes}
         return {index: self.ranks.shard(x, layouts[index]) for index, x in gradients.items() if x is not None}
 
@@ -216,9 +224,10 @@ class Simulation:
         """Returns a function (port, microbatch) -> argument of the graphs of ``program``, as a value per rank. It is
         for one call on ``inputs`` (by name), and also serves a repeated run of that call.
         """
+        # Buffers of now: a repeated run must not read those that the call has changed.
         ranks, buffers = range(self.mesh.ranks), dict(self.buffers)
-        timed = self.mesh.timed(program.microbatches)
-        key = cache(draw_key)
+        timed = self.mesh.timed(program.microbatches)  # the mesh with an axis of microbatches
+        key = cache(draw_key)  # drawn once: the same for all ranks, microbatches and repeats
 
         def argument(port: Port, microbatch: int) -> PerRank:
             role = port.role
@@ -238,7 +247,7 @@ class Simulation:
         """Runs the graph ``half`` on all ranks. Arguments (``feed``) and results have one value per rank."""
         with noting() as noted:
             results = self.ranks.run(half.gm, feed)
-        if half.is_forward:
+        if half.is_forward:  # other graphs may run the layers again, as loops before the forward do
             self._loads += loads_of(half.graph, noted, self.mesh.ranks)
         return results
 
