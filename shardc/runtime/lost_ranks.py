@@ -123,9 +123,9 @@ class LostRanks:
         """
         store.limit = min(store.limit, _ROLL)
         store.set(f"{self._waits}{self.rank}", json.dumps(list(ranks)))
-        mine = str(self.rank)
+        name = str(self.rank)
         # A rank that has called the roll finds itself there again, and calls it once only.
-        if store.compare_set(f"{self._roll}caller", "", mine).decode() == mine and not self._calls:
+        if store.compare_set(f"{self._roll}caller", "", name).decode() == name and not self._calls:
             self._calls = True
             call(store)
 

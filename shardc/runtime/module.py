@@ -97,10 +97,14 @@ class ShardedModule(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Assignments to ``module.forward`` are then noticed (see `Forward`).
         if isinstance(compiled := vars(cls).get("forward"), FunctionType):
             cls.forward = Forward(compiled)  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
+        """Returns a method of ``module.shardc`` for a name that the model does not use. For methods of FSDP2 and of
+        wrappers the AttributeError says what to call instead.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -170,6 +174,9 @@ class ShardedModule(nn.Module):
             return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
+        """Converts parameters and buffers by ``fn``, for ``to``, ``half``, ``cuda`` and others; then gives parameters
+        padded local buffers again.
+        """
         with self.shardc.shares_errors():
             check_conversion(self, fn)
             super()._apply(fn, recurse)
@@ -189,6 +196,7 @@ class BehindModel(nn.Module):
 
     @typed()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        # Before any value changes: all keys and shapes must fit.
         state: Any = self.shardc
         parameter_checks.check_loads(state.params.present(), state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
@@ -250,10 +258,10 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         rows.local(at, x, layout, groups) if rows is not None and rows.axes[at] else local_input(x, layout, device_mesh)
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
     ]
-    for x, mine, layout in zip(tensors, local, layouts, strict=True):
+    for x, shard, layout in zip(tensors, local, layouts, strict=True):
         # The gradient of a DTensor is that of the one global loss, not of this rank's own loss.
-        if isinstance(x, DTensor) and mine.requires_grad:
-            mine.register_hook(partial(torch.div, other=state.spec.unit(program.outputs, layout)))
+        if isinstance(x, DTensor) and shard.requires_grad:
+            shard.register_hook(partial(torch.div, other=state.spec.unit(program.outputs, layout)))
     runner = state.cache.runner(program)
     check_units(runner, local, layouts)
     outputs = run_step(runner, local)
@@ -382,6 +390,7 @@ def _find_program(state: State, call: Arguments) -> Executable:
     cache.mark(signature.names, call.args, call.kwargs)
 
     def by_plan() -> PyTree:
+        """Returns the examples at the global shapes that the plan implies for these local ones."""
         names = [name for name, _ in signature.tensors]
         return call.examples(_global(names, call.tensors, cache.whole_shapes))
 

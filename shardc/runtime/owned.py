@@ -199,6 +199,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
+        # Backward gives the gradient the placements of the operand.
         ctx.placements, mesh, local = x.placements, x.device_mesh, x._local_tensor
         spec = spec_like(x, everywhere(x.placements))
         shape, _ = compute_local_shape_and_global_offset(x.shape, mesh, spec.placements, skip_offset=True)
@@ -222,7 +223,7 @@ class _Confine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: Placements) -> DTensor:
-        ctx.placements = x.placements
+        ctx.placements = x.placements  # of the operand, which backward gives to the gradient
         coordinate = x.device_mesh.get_coordinate()
         assert coordinate is not None
         # A rank has rows only if it is at the owner's coordinate of every mesh dim that has one.

@@ -117,6 +117,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
     result = op(*local_args, **local_kwargs)
 
     def wrapped(x: Tensor, first: Tensor) -> Tensor:
+        """Wraps a local result in the layout of ``first``; returns the operand itself if the op wrote it in place."""
         if id(x) in operands or not isinstance(first, DTensor):
             return operands.get(id(x), x)
         spec = spec_like(first, first.placements, x.dtype)

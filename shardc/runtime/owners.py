@@ -261,7 +261,8 @@ def _choose_owner(param: DTensor, load: Tensor) -> tuple[int, ...]:
     """
     ranks, dims = param.device_mesh.mesh, split_dims(param)
     over = [dim for dim in range(ranks.dim()) if dim not in dims]
-    # All replicas get an owner at the same coordinates: the most loaded of these ranks counts.
+    # All replicas get an owner at the same coordinates: the most loaded of these ranks counts. `most` has size 1 along
+    # the dims in `over`.
     most = load[ranks].amax(over, keepdim=True) if over else load[ranks].clone()
     for dim in dims:
         if isinstance(placement := param.placements[dim], Owned):
@@ -285,6 +286,7 @@ def _owner(param: DTensor, at: tuple[int, ...]) -> Owner:
     boxes = {}
     if rank == dist.get_rank():
         sizes = tuple(mesh.mesh.shape)
+        # The ranks that hold this replica together: all coordinates along the dims that split it.
         for coordinate in product(
             *(range(sizes[dim]) if dim in by_dim else [own_coordinate[dim]] for dim in range(mesh.ndim))
         ):

@@ -247,8 +247,8 @@ class ParamStore:
 
     def __post_init__(self) -> None:
         self.view: Any = unsharded(self.owner)
-        self.sync.parameters = lambda: self.current_snapshot().parameters
-        if self.spec.device_mesh is not None:
+        self.sync.parameters = lambda: self.current_snapshot().parameters  # those of now: they may be replaced
+        if self.spec.device_mesh is not None:  # else the module is only analysed or simulated
             load_hooks(self.owner, self.spec)
             forward_calls.guard(self.owner)
 

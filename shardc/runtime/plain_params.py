@@ -96,11 +96,11 @@ class Shard:
             return
         if _are(state.values(), self._last_read):
             return  # the shard's state was made of these
-        mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
+        entries = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
         step = state.get("step")
         if fused and isinstance(step, Tensor) and step.device != self.local.device:
-            mine["step"] = step.to(self.local.device)
-        into[self.data] = mine
+            entries["step"] = step.to(self.local.device)
+        into[self.data] = entries
         # Of new entries, none is written yet: `write` must look at all.
         self._last_read, self._last_written = list(state.values()), []
 
@@ -181,8 +181,9 @@ class WholeParameter(Shard):
     def __init__(self, param: nn.Parameter, name: str, at: int, owner: Owner) -> None:
         super().__init__(param, name)
         self.at, self.owner, self.is_local, self.shared = at, owner, owner.is_local, False
+        # Empty between steps: `take` sets the whole value, on the owner.
         self.data = nn.Parameter(self.local.new_empty(0), requires_grad=self.data.requires_grad)
-        self._same_dtype = True
+        self._same_dtype = True  # whether the gradient has the parameter's dtype, as fused kernels need
 
     def take(self, value: Tensor | None, grad: Tensor | None) -> None:
         """Sets the unsharded value and gradient of the parameter for a step. On ranks that do not own the parameter

@@ -125,9 +125,10 @@ class ProgramCache:
         self.spec, self.params, self.build = spec, params, build
         self.programs: dict[CacheKey, Executable] = {}
         self.calls: dict[Hashable, CallCacheEntry] = {}
+        # `explicit`: whether the user has called `lower`, so that calls of other shapes raise.
         self.explicit, self.buffers = False, Buffers()
         self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-        self.routing = Routing()
+        self.routing = Routing()  # counts of tokens and loads of the layers of experts
         self.runners: dict[int, Runner] = {}
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
         self.build.families.forget = lambda program: self.runners.pop(id(program), None)
@@ -201,6 +202,7 @@ class ProgramCache:
 
         It does at each power of two, from four programs on for sizes, and from eight on for constants.
         """
+        # (test whether two calls are alike, number of alike calls that warns, text of the warning).
         sizes = Signature.is_but_for_sizes, _MANY_SIZES, _of_sizes
         constants = Signature.is_but_for_constants, _MANY, _of_constants
         for is_alike, many, text in (sizes, constants):
@@ -458,6 +460,7 @@ def _of_constants(calls: Sequence[Signature]) -> str:
     """Returns the text of a warning: the module was compiled for each of ``calls``, which differ only in arguments
     that are not tensors. The text has advice.
     """
+    # Constant argument -> its value in each call.
     values = {name: [repr(dict(call.constants)[name]) for call in calls] for name, _ in calls[0].constants}
     name, row = next((name, row) for name, row in values.items() if len(set(row)) > 1)
     return (

@@ -73,7 +73,7 @@ class RankConsistency:
         self.call: Event | None = None
         # Two meshes of the same ranks number their own events.
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
-        self.place: Place = str
+        self.place: Place = str  # how errors name a rank; by its number, until the mesh sets another function
         self._meeting = Meeting(self._prefix, rank, self.ranks, lambda rank: self.place(rank))
         self._comparisons = Comparisons(self._prefix, rank, self.ranks, lambda rank: self.place(rank))
         self._lost = LostRanks(self._prefix, rank, self.ranks)
@@ -351,9 +351,10 @@ class RankConsistency:
         """Sets the error that this rank will raise, because event ``number`` of another rank differs from its own.
         ``other`` is (that rank, hash of its event).
         """
-        mine = self.rank, self._past[number - self.number - 1]
+        # The last of `_past` is event `self.number`.
+        here = self.rank, self._past[number - self.number - 1]
         # In order of rank, so that both raise the same text.
-        pair = sorted((mine, other))
+        pair = sorted((here, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
         self._pending_error = difference(rank_a, lines_a, rank_b, lines_b)
         self._all_heard_key = self._comparisons.count_reader(store, number)

@@ -136,6 +136,9 @@ class ReadOnly(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
+        """Runs an op on the plain tensors: refuses writes, checks that the values are not outdated, and wraps results
+        that are views as read-only.
+        """
         kwargs = kwargs or {}
         for x in _written(func, args, kwargs):
             if isinstance(x, ReadOnly):

@@ -91,6 +91,7 @@ def compare_values(
             wrong[key] = replica
         elif None not in (of_source, first_source) and of_source != first_source:
             wrong[key] = 0
+    # The text of an error, or that nothing differs.
     outcome = _differing_values(wrong, storages, groups) if wrong else SAME
     # Not `SAME` on one rank makes the events differ, so that all ranks raise its text.
     consistency.enter(Event((("event", f"comparison of the values of {name}"), ("values", outcome))), ask=True)
@@ -228,8 +229,8 @@ def _sharding_axes(storage: Layout | None) -> tuple[str, ...]:
 
 def _first_replica(split: tuple[str, ...], groups: Groups) -> int:
     """Returns the lowest mesh rank that has the same shard as this rank, for a tensor split over the axes ``split``."""
-    mine = flat_index(groups.mesh, split, groups.rank)
-    return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == mine)
+    index = flat_index(groups.mesh, split, groups.rank)
+    return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == index)
 
 
 def _fingerprint(x: Tensor) -> int:

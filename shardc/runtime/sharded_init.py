@@ -70,6 +70,7 @@ class Lazy(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
+        """Runs an op on lazy tensors: returns lazy results, whose ``read`` runs the op when elements are needed."""
         kwargs = dict(kwargs or {})
         source = args[0]
         if func._schema.is_mutable:  # a plain tensor is filled from lazy ones, which are read now
@@ -365,6 +366,7 @@ class Virtual(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        # Initialisers that write ``param.data = ...``: a copy of this rank's part; only of the whole tensor, no view.
         if tuple(value.shape) != self.init_shard.shape or value.dtype != self.dtype or self.storage_offset():
             raise unsupported(".data =", self, f"by a tensor of shape {list(value.shape)}, {value.dtype}")
         with torch.no_grad():
@@ -375,6 +377,9 @@ class Virtual(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> PyTree:  # type: ignore[override]
+        """Runs an op on this rank's shards: views, random fills, fills and elementwise ops in place, factories. Raises
+        InitError for any other op on a tensor that is split.
+        """
         kwargs = kwargs or {}
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
@@ -407,6 +412,7 @@ def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyT
     """
 
     def local(view: Virtual) -> torch.Tensor:
+        """Returns the view of the parameter's local tensor, which is the whole one, that ``view`` stands for."""
         whole = view.init_shard.local
         return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
 

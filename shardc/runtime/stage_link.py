@@ -38,6 +38,7 @@ class StageLink:
         self.groups, self.program, self.device = groups, program, device
         self._groups = [groups.along_stages(back) for back in (False, True)]  # to later stages, and to earlier ones
         self._timeout = timeout_of(self._groups[0])
+        # A rank is named by its coordinate along the axis of stages; a work handle waits for one tensor.
         # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
         self._left: Counter[int] = Counter()
         self._pending: defaultdict[int, deque[tuple[Message, list[tuple[Any, Tensor]]]]] = defaultdict(deque)

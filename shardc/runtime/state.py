@@ -46,7 +46,7 @@ class State:
         self.turns, self.epoch = Turns(), 0
         self.admits: Callable[[Executable], None] | None = None
         self.around: Callable[..., PyTree] | None = None
-        self._name: str | None = None
+        self._name: str | None = None  # of the property `name`, which numbers modules at their first run
 
     @property
     def mesh(self) -> Mesh:

@@ -327,11 +327,12 @@ class Runner:
             if names not in events:
                 events[names] = program_event(certificate().text(), graphs, halves[0].mesh)
             self.groups.consistency.enter(events[names])
-            mine = [half for half in halves if self._runs_here(half) and half not in self._compiled]
-            for half in mine:
+            # Of a pipeline's graphs, a rank lowers those of its stages only.
+            to_lower = [half for half in halves if self._runs_here(half) and half not in self._compiled]
+            for half in to_lower:
                 use_groups(half.gm, self.groups)
                 prepare(half.graph)
-            self._compiled.update(zip(mine, self.spec.lower_half(*mine), strict=True))
+            self._compiled.update(zip(to_lower, self.spec.lower_half(*to_lower), strict=True))
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
         """Reduces local sums of gradients over ranks. Takes (parameter name, layout) -> sum; returns padded local

@@ -57,9 +57,9 @@ class Rows:
         """Exchanges row counts between ranks by a collective, for a call with batches of different sizes. Returns
         them as `Rows`; ``axes`` has, per tensor, the axes that split its rows.
         """
-        mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
+        counts = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
         # One line of counts per rank of the mesh.
-        table = torch.stack(gather(mine, groups, groups.mesh.axes)).tolist()
+        table = torch.stack(gather(counts, groups, groups.mesh.axes)).tolist()
         return cls(tuple(names), tuple(axes), tuple(map(tuple, table)))
 
     @property

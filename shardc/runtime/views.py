@@ -343,6 +343,7 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
     left = dict(views)  # not yielded yet
 
     def of(view: View) -> Iterator[View]:
+        """Yields ``view``, and before it the view that is its source, if they were not yielded yet."""
         if left.pop(view.at, None) is not None:
             if not view.from_feed and view.source in left:
                 yield from of(left[view.source])

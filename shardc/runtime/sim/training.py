@@ -213,7 +213,7 @@ class Simulation:
             return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
 
         def run_step(program: Executable, training: bool, tangents: Mapping[int, Any]) -> Results:
-            if program.stage_ranks:
+            if program.stage_ranks:  # a pipeline: the ranks of stages run different graphs, in turn
                 loops = partial(StageLoops, program, self._run, argument, inputs, map_ranks)
                 return run_pipeline_step(program, loops, training, tangents)
             return Loops(program, self._run, argument, inputs, map_ranks).run_step(training, tangents)
