@@ -187,7 +187,7 @@ class Microstep:
     ) -> None:
         self.program, self.run_step, self.trains = program, run_step, grad and program.trains
         self.map_ranks = map_ranks
-        self._grads: Results | None = None
+        self._grads: Results | None = None  # gradients of the loss; None if forward computed none
         # Gradients of a loss are computed at once, for tangent 1: a backward scales them by its tangent.
         if self.trains and program.loss is not None:
             ports = (port for half in program.step() for port in half.takes)  # also of loops before the forward

@@ -273,6 +273,7 @@ class RankConsistency:
             self._lost.give_up(self._connected(), ranks, call_roll)
         if (different := self.cause_of_failure()) is not None:
             raise different
+        # Needs the store, which may have been on a lost rank: then it is the first to look at.
         try:
             return look_at(list(map(self.place, self._lost.to_look_at(self._connected(), ranks))))
         except RuntimeError:
@@ -282,7 +283,7 @@ class RankConsistency:
         """Returns the error to raise if a torch collective failed with ``error``. It says which ranks to look at, or
         how ranks differ; if neither is known, it is ``error``.
         """
-        if not is_lost(error):
+        if not is_lost(error):  # an error of the op itself, unless ranks differ
             return self.cause_of_failure() or error
         fix = self.advice_on_lost([rank for rank in self.ranks if rank != self.rank])
         return lost(error, self.place(self.rank), self.ranks, fix)

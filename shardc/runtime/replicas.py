@@ -71,20 +71,20 @@ def compare_values(
     consistency, groups = groups.consistency, groups.whole
     if consistency.alone:
         return
-    mine: dict[str, tuple[int, int | None]] = {}  # fingerprints of the shard, and of what it was cut from
+    fingerprints: dict[str, tuple[int, int | None]] = {}  # fingerprints of the shard, and of what it was cut from
     for key, x in tensors.items():
         of_shard = _fingerprint(x)
         # If the shard has changed since it was cut, the unsharded tensor says nothing about it.
         of_source, of_shard_then = sources.get(key, (None, None))
-        mine[key] = of_shard, of_source if of_shard_then == of_shard else None
+        fingerprints[key] = of_shard, of_source if of_shard_then == of_shard else None
     stored = {key: f", stored as {storage}" for key, storage in storages.items()}
     listed = "\n".join(f"{key} of shape {list(x.shape)}, {x.dtype}{stored.get(key, '')}" for key, x in tensors.items())
     event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
     compared_with = {key: _first_replica(_sharding_axes(storages.get(key)), groups) for key in tensors}
-    answers = consistency.exchange(event, json.dumps(mine), {0, *compared_with.values()})
+    answers = consistency.exchange(event, json.dumps(fingerprints), {0, *compared_with.values()})
     theirs = {rank: json.loads(text) for rank, text in answers.items()}
     wrong: dict[str, int] = {}  # tensor -> mesh rank that has other values of it
-    for key, (of_shard, of_source) in mine.items():
+    for key, (of_shard, of_source) in fingerprints.items():
         # A shard must equal that of the first replica; whole tensors that were sharded, those of the first rank.
         replica, first_source = compared_with[key], theirs[0][key][1]
         if theirs[replica][key][0] != of_shard:
@@ -166,11 +166,11 @@ def compare_inputs(
     if consistency.alone or not shared:
         return
     first = {key: _first_replica(x.split, groups) for key, x in shared.items()}
-    mine = {key: _fingerprint(x.value) for key, x in shared.items()}
-    event = Event((("event", f"comparison of inputs of {name}"), ("inputs", ", ".join(mine))))
-    texts = consistency.exchange(event, json.dumps(mine), set(first.values()))
+    fingerprints = {key: _fingerprint(x.value) for key, x in shared.items()}
+    event = Event((("event", f"comparison of inputs of {name}"), ("inputs", ", ".join(fingerprints))))
+    texts = consistency.exchange(event, json.dumps(fingerprints), set(first.values()))
     theirs = {rank: json.loads(text) for rank, text in texts.items()}
-    wrong = [key for key, value in mine.items() if theirs[first[key]][key] != value]
+    wrong = [key for key, value in fingerprints.items() if theirs[first[key]][key] != value]
     lines = [("values of inputs", SAME)]
     if wrong:
         lines = _differing_inputs(wrong, shared[wrong[0]], first[wrong[0]], groups)

@@ -112,4 +112,5 @@ def _fullest(load: Load) -> int:
     """Waits for the reduction of ``load`` over ranks; returns the number of rows that the fullest block of a layer of
     experts received.
     """
+    # `Load.most` is rows times the number of ranks, plus the sending rank.
     return int(torch.ops._c10d_functional.wait_tensor(load.most)) // load.ranks

@@ -318,7 +318,7 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[CacheKey,
     """
     names = [name for name, _ in call.tensors]
     errors: list[tuple[int, InputError]] = []  # (number of checks that a program passed, error of the next check)
-    for key, program in reversed(programs.items()):
+    for key, program in reversed(programs.items()):  # the most recent first
         passed = 0
         try:
             _check_structure(call, key.call)

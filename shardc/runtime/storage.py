@@ -51,17 +51,18 @@ def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) ->
     """Returns which indices along ``dim`` of a tensor of global ``shape`` the shard of ``rank`` has: ascending,
     without padding.
 
-    They are a `range` if contiguous.
+    They are a `range` if contiguous. The layout writes an index in digits, slowest first, each split by a mesh axis or
+    local (axis None); ``storage.shape`` is the padded global shape.
     """
     if dim == 0 and isinstance(storage, OwnedLayout) and not storage.local:
-        return range(0)
+        return range(0)  # another pipeline stage stores the tensor
     digits, size = storage.dims[dim], shape[dim]
     if all(digit.axis is not None for digit in digits[:-1]):
         # Axes, then at most one local digit: one block, at this rank's index along the axes.
         block = storage.shape[dim] // prod(storage.mesh.size(axis) for axis in storage.dim_axes(dim))
         at = flat_index(storage.mesh, storage.dim_axes(dim), rank)
         return range(min(at * block, size), min((at + 1) * block, size))
-    index = storage.local_index(dim, rank)
+    index = storage.local_index(dim, rank)  # ascending: padding is at the end
     return index[: bisect_left(index, size)]
 
 
@@ -87,6 +88,7 @@ def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tenso
     shard = whole.detach()
     for dim in range(whole.dim()):
         shard = take(shard, dim, local_indices(storage, whole.shape, dim, rank))
+    # Zeros are needed for padding only.
     padded = (torch.empty if shard.shape == storage.local_shape else torch.zeros)(
         storage.local_shape, dtype=whole.dtype, device=whole.device
     )
@@ -139,6 +141,7 @@ def to_parameter(
     # nn.Parameter detaches, which creates a new local tensor: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
     param._backward_hooks = GradHooks()
+    # `padded_local` then returns the buffer without a copy.
     if local is not padded and _views(local, padded):
         setattr(param._local_tensor, _PADDED, padded)  # type: ignore[attr-defined]
     return param
@@ -173,7 +176,7 @@ def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
     if local.shape == storage.local_shape:
         return local.contiguous()
     padded = getattr(local, _PADDED, None)
-    if padded is not None and _views(local, padded):
+    if padded is not None and _views(local, padded):  # else ``param.data`` or the like has replaced the memory
         return padded
     if any(have > room for have, room in zip(local.shape, storage.local_shape, strict=True)):
         raise LayoutError(f"a parameter's local tensor is {list(local.shape)}, larger than its shard of {storage}")
@@ -186,6 +189,7 @@ def refill(param: nn.Parameter, padded: torch.Tensor, storage: Layout, rank: int
     """Gives ``param``, a DTensor, the values of the padded local tensor ``padded``. The DTensor stays the same
     object.
     """
+    # Swapped, so that optimizers and users that hold the parameter see the values.
     new = to_parameter(padded, storage, param.shape, param.device_mesh, rank, param.requires_grad)  # type: ignore[attr-defined]
     torch.utils.swap_tensors(param, new)
 
@@ -198,6 +202,7 @@ def grad_from_padded(padded: torch.Tensor, param: DTensor) -> DTensor:
 def like_parameter(local: torch.Tensor, param: torch.Tensor) -> DTensor:
     """Wraps ``local`` as a DTensor with the mesh, placements and global shape of ``param``."""
     spec = param._spec  # type: ignore[attr-defined]
+    # The spec has the parameter's dtype; optimizer state may have another.
     if local.dtype != param.dtype:
         spec = _compat.dtensor_spec(spec.mesh, spec.placements, TensorMeta(param.shape, param.stride(), local.dtype))
     return DTensor(local, spec, requires_grad=False)
