@@ -50,7 +50,7 @@ MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part"
 
 def requirement_of(check: Check) -> str:
     """Return what ``check`` requires of a graph, as text for errors: what its docstring says after "Check that"."""
-    first_sentence, _, _ = " ".join((check.__doc__ or "").split()).partition(". ")
+    first_sentence, _, _ = " ".join((check.__doc__ or f"{check.__name__} holds").split()).partition(". ")
     return first_sentence.removeprefix("Check that ").removesuffix(".")
 
 
