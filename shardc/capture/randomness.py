@@ -235,9 +235,10 @@ class _Draws:
         return order if dtype in (None, torch.int64) else aten._to_copy.default(order, dtype=dtype)
 
     def exponential(self, x: Tensor, rate: float = 1.0) -> Tensor:
-        """Draws exponentially distributed numbers with rate ``rate``, shaped like ``x``."""
+        """Draws exponentially distributed numbers with rate ``rate``, shaped like ``x``. As in torch, none is 0."""
         drawn = aten.div.Scalar(aten.log1p.default(aten.neg.default(self._uniform_like(x))), -rate)
-        return aten._to_copy.default(drawn, dtype=x.dtype)
+        # A uniform number may be 0, and in `multinomial` a weight of 0 divided by 0 would win the race.
+        return aten.clamp_min.default(aten._to_copy.default(drawn, dtype=x.dtype), torch.finfo(x.dtype).tiny)
 
     def geometric(self, x: Tensor, p: float) -> Tensor:
         """Draws geometrically distributed numbers, shaped like ``x``: how many trials it takes to the first success,

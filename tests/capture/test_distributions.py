@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import shardc
+from shardc.capture.randomness import _Draws
 from shardc.errors import CaptureError, ShardcWarning
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -113,3 +114,10 @@ def test_draws_without_a_rule_are_refused_with_their_line() -> None:
     with pytest.raises(CaptureError, match=r"_standard_gamma(.|\n)*test_distributions\.py") as caught:
         compiled(lambda h: D.Gamma(scale(h), scale(h)).rsample())[1](X)
     assert caught.value.fix
+
+
+def test_an_index_without_weight_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    uniform = torch.tensor([0.3, 0.0, 0.5])
+    monkeypatch.setattr(_Draws, "uniform", lambda self, size, **how: uniform.expand(size))
+    drawn = _Draws().multinomial(torch.tensor([1.0, 0.0, 2.0]), 2)
+    assert sorted(drawn.tolist()) == [0, 2]
