@@ -22,6 +22,7 @@ from shardc.errors import PlanError, ShardcError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Role
 from shardc.ir.guards import Reads
+from shardc.ir.module_paths import forward_name
 from shardc.ir.repeat import Marks, Repeat, Repeats
 from shardc.passes.lower.hoist_grad_epilogue import HoistGradEpilogue
 from shardc.plan.resolve import BoundPlan
@@ -478,7 +479,7 @@ class Names:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.last = self.regions = 0
         self._moved: dict[tuple[str, int], str] = {}
-        # Family (the parts before the number) -> (numbers in a block, the first after the new blocks, direction).
+        # Family (the parts before the number) -> (numbers in a block, the first captured number to move, direction).
         self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
 
     def block_of(self, name: str) -> int | None:
@@ -488,10 +489,10 @@ class Names:
 
     def _split(self, name: str) -> tuple[int, str] | None:
         """Returns (block, name in the block) of the name of a module, parameter or op; None if it is in no block."""
-        return self.run.split(name) or self.run.split(name.removeprefix("d."))
+        return self.run.split(name) or self.run.split(forward_name(name))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Learns how names are numbered, from ``pairs``: (name, its counterpart one block later, block of the name).
+        """Learns how names are numbered, from ``pairs``: (name, its counterpart in the next block of the graph, block of the name).
 
         Args:
             step: 1 if blocks follow in their order, -1 if in reverse.
@@ -504,12 +505,12 @@ class Names:
                 continue
             family, first, second = _numbers(early, late)
             stride = second - first
-            # The family's number right behind the copied block.
+            # The first number behind the copies: of the next block, or in reverse of the copied block itself.
             first_after = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
-            family_count = self._families.get(family, (stride, first_after, step))
-            if stride <= 0 or family_count[0] != stride:
+            learned = self._families.get(family, (stride, first_after, step))
+            if stride <= 0 or learned[0] != stride:
                 raise NotPeriodic(f"{early} and {late} do not count on evenly")
-            self._families[family] = (stride, min(family_count[1], first_after), step)
+            self._families[family] = (stride, min(learned[1], first_after), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
         """Returns the record of a node that is copied from the node of ``record``, ``shift`` blocks later; ``placed``:
