@@ -492,7 +492,7 @@ class Names:
         return self.run.split(name) or self.run.split(forward_name(name))
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Learns how names are numbered, from ``pairs``: (name, its counterpart in the next block of the graph, block of the name).
+        """Learns how names are numbered, from ``pairs``: (name, name of its counterpart in the next block, block).
 
         Args:
             step: 1 if blocks follow in their order, -1 if in reverse.
