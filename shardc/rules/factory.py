@@ -58,7 +58,8 @@ def _arange_local(local: Local) -> Emitted:
     if not split(layout, 0):
         return local.same()
     arange, value = local.call, local.call.results[0]
-    start, step = (arange["start"] if "start" in arange else 0), (arange["step"] if "step" in arange else 1)
+    bounds = (arange["start"] if "start" in arange else 0), (arange["step"] if "step" in arange else 1)
+    start, step = (int(x) if isinstance(x, float) else x for x in bounds)  # as torch does for integers
     assert value is not None
     call = local.builder.call
     index = positions(local, layout, 0, local.call["device"])

@@ -212,6 +212,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
             Sample(aten.arange.default, (8,)),
             Sample(aten.arange.start, (3, 11), {"dtype": torch.int32}),
             Sample(aten.arange.start_step, (3, 19, 2)),
+            Sample(aten.arange.start_step, (0.5, 16.5, 2.5), {"dtype": torch.int64}),
             Sample(aten.arange.start_step, (0.5, 4.5, 0.5)),
         ],
     }
