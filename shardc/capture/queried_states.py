@@ -233,8 +233,8 @@ class GradMode:
             yield
 
     def _tensor_attribute(self, original: Traced, this: Any, tx: Translator, name: str) -> VariableTracker:
-        """Traces ``tensor.name``. Of a computed tensor, it notes a read of the grad mode, and the value is that in the
-        user's mode.
+        """Traces ``tensor.name``. ``requires_grad`` and ``is_leaf`` of a computed tensor depend on the grad mode and on
+        inference mode: notes that these are read, and returns the value in the user's modes.
         """
         answer = original(this, tx, name)
         # Without a source, the tensor is computed in the trace.

@@ -84,8 +84,8 @@ def _single(call: Callable[..., Sequence[Tensor]]) -> Callable[..., Tensor]:
 
 
 def _by_place(captured: fx.Node, local_places: Sequence[fx.Node]) -> dict[int, str]:
-    """Return dim -> "batch" or "head" for each dim of ``captured`` that a lookup indexes by the batch or the head as
-    counted on this rank.
+    """Return dim -> "batch" or "head" for each dim of ``captured`` that a lookup indexes by this rank's local index of
+    the batch or head.
 
     Args:
         captured: a captured tensor of the function's graph.

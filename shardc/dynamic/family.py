@@ -289,8 +289,8 @@ class Family:
 
 
 class SizedProgram(Program):
-    """A `Family`'s program at given sizes. Its final graphs are the family's at these sizes; for earlier stages, a
-    program is compiled for these sizes alone.
+    """A `Family`'s program at given sizes. It runs the family's graphs at these sizes. Graphs between passes are shown
+    of another program (`alone`), compiled for these sizes only.
     """
 
     def __init__(self, family: Family, sizes: Sizes) -> None:

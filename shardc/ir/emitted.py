@@ -156,7 +156,9 @@ class _LineReader:
         self.unnamed: dict[int, set[int]] = {}
 
     def read(self, at: int, line: str) -> None:
-        """Read the line with number ``at``."""
+        """Record what ``line``, the function's line number ``at``, does with memory: variables that it assigns, deletes
+        or returns, and collectives that it starts or waits for.
+        """
         if line.endswith(" = args"):
             arguments = re.findall(r"\w+", line.removesuffix(" = args"))
             self.behind |= {argument: {-1 - number} for number, argument in enumerate(arguments)}

@@ -203,7 +203,9 @@ class PaddedValues(Calls):
     def _map_runs_of_dim(
         self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]
     ) -> fx.Node:
-        """Returns ``x`` with each padded one of the ``runs`` of ``dim`` changed; see `_map_runs`."""
+        """Returns ``x`` with those of the ``runs`` (sub-dims) of ``dim`` that are padded changed by ``change``, as in
+        `_map_runs`.
+        """
         shape = list(self.shape(x))
         if len(runs) > 1:
             # ``x`` may be padded already, or be without padding.

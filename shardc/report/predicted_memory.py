@@ -188,8 +188,8 @@ def run_end(step: Sequence, at: int) -> int:
 
 
 def _peak_tensor(step: Sequence, hold: _Hold) -> PeakTensor:
-    """Return ``hold`` as a `PeakTensor`, with the name and source line of the tensor; of one result of a bucketed
-    collective, those of the node that takes it out.
+    """Return ``hold`` as a `PeakTensor`, with the name, module and source line of the node that computes it. For one of
+    several results of an op (a bucketed collective), this node is its getitem.
     """
     if hold.at < 0:
         return PeakTensor(hold.owner, hold.size, "arena of collectives' results", "", "")

@@ -236,8 +236,8 @@ class KeyBlocks:
         return self.run(aten.reshape.default, x, [self.ranks, b, g, k // self.ranks, e])
 
     def _order(self, b: int, g: int, e: int) -> tuple[list[int], list[int]]:
-        """Return sizes into which the dims of gathered keys, [ranks, b, g, k, e], are refined (axes, b, g, local digits
-        of the sequence, e), and the permutation of these to (b, g, digits of the sequence in order, e).
+        """Return how gathered keys are put in the order of the sequence: the sizes to view them by (one per mesh axis,
+        b, g, local digits of the sequence, e), and a permutation to (b, g, all digits of the sequence, e).
         """
         digits = self.key.dims[2]
         local = [digit.radix for digit in digits if digit.axis is None]

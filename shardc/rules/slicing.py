@@ -199,7 +199,9 @@ def _pads(call: Call) -> list[tuple[int, int]]:
 
 
 def _pad(call: Call) -> Spec:
-    """Return the spec of ``constant_pad_nd``. A dim may be split into blocks of which its padding consists, too."""
+    """Return the spec of ``constant_pad_nd``. A dim and its padding consist of equal blocks, as large as possible; each
+    rank may have the same part of every block.
+    """
     loops = Loops(call)
     before, after = [], []
     for i, (size, size_after, (left, right)) in enumerate(

@@ -513,8 +513,8 @@ def changed(role: Role, old: int, new: int) -> BackwardError:
 
 
 def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises BackwardError if the gradients of two compiled modules in sequence do not fit together: those of the
-    module in front are averaged over losses of each rank's own, and the loss of this module is one of all ranks.
+    """Raises BackwardError if the gradients of two compiled modules in sequence do not fit together: the module in
+    front averages its gradients as if each rank had its own loss, but all ranks share one loss of this module.
 
     Args:
         inputs: local inputs of the call.

@@ -187,8 +187,8 @@ class RankConsistency:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Context manager around torch's own collectives. If ranks differ meanwhile, the collectives are interrupted
-        and raise. It registers no event.
+        """Context manager around torch's own collectives between two events; it registers none. If the ranks' events
+        are found to differ meanwhile, the collectives are interrupted and raise.
         """
         # `_between_events`: an error of another rank behind its last event interrupts these collectives, too.
         self.running = self._between_events = True
