@@ -153,13 +153,15 @@ class Border:
         for at in views.read_only:
             if not isinstance(outputs[at], Tensor):
                 continue
-            is_base = at >= self.count
             output = self._aliasing[half][at]
-            index = output.first if is_base else self.program.outputs[at].index
             takes = {port.role.name: at for at, port in enumerate(half.takes)}
             source = feed[takes[output.of]] if output.of in takes else None
-            outputs[at] = read_only(outputs[at], output, index, self.program.returned, source)
+            outputs[at] = read_only(outputs[at], output, self._index_of(half, at), self.program.returned, source)
         return outputs
+
+    def _index_of(self, half: Half, at: int) -> int:
+        """Returns the index of the user's output at position ``at``; of a base tensor, that of its first view."""
+        return self._aliasing[half][at].first if at >= self.count else self.program.outputs[at].index
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
         """Returns which arguments of forward the backward graph ``half`` reads, as (role, position in forward's
@@ -284,7 +286,7 @@ class Border:
             if used.intersection(self._aliasing[self.half(FORWARD)][at].read_by) or saved.intersection(
                 x.name for x in half.takes
             ):
-                raise modified(self.program.outputs[at].index, counter, before)
+                raise modified(self._index_of(self.half(FORWARD), at), counter, before)
 
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]

@@ -200,6 +200,9 @@ CASES: dict[str, Case] = {
     "two views of what is not returned, changed": Case(
         lambda net, x, h, y: (y[..., :3], y[..., 2:]), backward(lambda out: out[1].mul_(2.0), either)
     ),
+    "two views of tanh, changed": Case(
+        lambda net, x, h, y: ((t := y.tanh())[..., :2], t[..., 2:]), backward(lambda out: out[0].mul_(2.0), either)
+    ),
     "two views of what is not returned, a view of one changed": Case(
         lambda net, x, h, y: (y[..., :3], y[..., :3][..., 1:]), backward(lambda out: out[1].mul_(2.0), either)
     ),
