@@ -13,6 +13,7 @@ from torch._dynamo.variables import torch as dynamo_torch
 import shardc
 from shardc.capture.dynamo_reads import _expression
 from shardc.errors import CaptureError
+from shardc.ir.guards import Lookup, parse
 
 SCALE = [2.0]
 
@@ -66,6 +67,14 @@ def test_globals_with_equal_values_are_two_scopes() -> None:
     texts = [_expression(f"G['{name}']['TABLE']", {}, scope, scopes) for name in (*scope, *scope)]
     assert texts == ["scope('globals0')['TABLE']", "scope('globals1')['TABLE']"] * 2
     assert [scopes[f"globals{at}"] is x for at, x in enumerate(scope.values())] == [True, True]
+
+
+def test_a_scope_that_comes_later_is_looked_up() -> None:
+    """Scopes are numbered while a capture's guards are read, after the lookup that evaluates these was created."""
+    scopes: dict[str, object] = {}
+    lookup = Lookup(nn.Identity(), scopes=scopes)
+    scopes["globals0"] = {"TABLE": 2}
+    assert lookup(parse("scope('globals0')['TABLE']")) == 2
 
 
 class Counts(nn.Module):

@@ -13,7 +13,7 @@ import shardc
 from shardc import passes
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.executable import AtStage, Executable, Run, opening
+from shardc.ir.executable import GRADIENTS, LAST_BACKWARD, AtStage, Executable, Run, opening
 from shardc.ir.phases import Staged
 from shardc.passes.lower import stages as cut_in_stages
 from tests.pipeline.programs import CASES, blocks
@@ -43,6 +43,16 @@ def test_skips_are_passed_on() -> None:
     runs = lowered("skips", 2).stage_runs(True)
     (boundary,) = runs.boundaries
     assert len(boundary.up) == 3 and all(len(x.shape) == 4 for x in boundary.up.values())
+
+
+@pytest.mark.parametrize(("name", "alone"), [("decoder", True), ("tied", False)])
+def test_sums_of_the_first_stage_alone_end_with_its_last_backward(name: str, alone: bool) -> None:
+    """No graph without outputs is left to run after it; a tied weight's term comes from another stage."""
+    case = CASES[name]()
+    plan = shardc.pp("pp", "1f1b", microbatches=4) | shardc.fsdp("dp")
+    program = shardc.compile(case.model, shardc.Mesh(pp=2, dp=2), plan, loss=case.loss).lower(*case.args)
+    assert program.find(AtStage(LAST_BACKWARD, 0)) is not None
+    assert (program.find(AtStage(GRADIENTS, 0)) is None) is alone
 
 
 def test_phases_of_each_schedule() -> None:
