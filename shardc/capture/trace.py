@@ -277,7 +277,7 @@ def trace(
         fake: (name, example) -> fake tensor of an input, in ``mode``.
         retraces: trace a second time, with constants that forward sets and without gradients, to allow more calls.
     """
-    again = partial(trace, model, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths)
+    trace_again = partial(trace, model, args, kwargs, device, loss, tags, dtypes, mode, fake, lengths)
     template = model  # the user's; what is traced is a copy of fake tensors
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
@@ -327,7 +327,7 @@ def trace(
         # shardc's warnings from within the trace, which `catch_warnings` held back; torch's are dropped.
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
     graph = traced.joint.graph_module
-    reads = traced.reads(partial(_retraced, again, template, graph) if retraces else None)
+    reads = traced.reads(partial(_retraced, trace_again, template, graph) if retraces else None)
     # Each text once, though code may run several times in a trace.
     for warning in (*traced.warnings, *{str(warning): warning for warning in of_trace}.values()):
         warnings.warn(warning, stacklevel=2)
@@ -444,10 +444,10 @@ class _ByDynamo:
 
 
 def _retraced(
-    again: Callable[..., Traced], template: nn.Module, graph: fx.GraphModule, constants: dict[str, Constant],
+    trace_again: Callable[..., Traced], template: nn.Module, graph: fx.GraphModule, constants: dict[str, Constant],
     with_gradients: bool = True,
 ) -> Reads | None:  # fmt: skip
-    """Trace ``template`` a second time, by ``again``, with ``constants`` set in it. Return the reads; None if it cannot
+    """Trace ``template`` by ``trace_again``, with ``constants`` set in it. Return the reads; None if it cannot
     be traced or gives another graph than ``graph``.
 
     Args:
@@ -459,7 +459,7 @@ def _retraced(
         warnings.simplefilter("ignore")  # the first trace has issued these warnings
         try:
             # A trace in the other grad mode may need one more, with constants set. That one needs no further.
-            other = again(retraces=not same_mode)
+            other = trace_again(retraces=not same_mode)
         except ShardcError:
             return None
     # Traces in different grad modes are compared by their forwards.

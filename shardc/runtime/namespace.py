@@ -75,7 +75,7 @@ class Namespace(State):
     def short_names(cls) -> frozenset[str]:
         """Names of the methods of ``module.shardc`` that are available on the module itself, too."""
         bases = cls.__mro__[: cls.__mro__.index(State)]
-        return frozenset(name for each in bases for name in vars(each) if is_public(name)) - {"short_names"}
+        return frozenset(name for base in bases for name in vars(base) if is_public(name)) - {"short_names"}
 
     def _meet(self, method: str) -> None:
         """Waits until all ranks call ``method``. Raises MeshError if another rank goes on without calling it."""

@@ -353,9 +353,9 @@ class RankConsistency:
         ``other`` is (that rank, hash of its event).
         """
         # The last of `_past` is event `self.number`.
-        here = self.rank, self._past[number - self.number - 1]
+        this_entry = self.rank, self._past[number - self.number - 1]
         # In order of rank, so that both raise the same text.
-        pair = sorted((here, other))
+        pair = sorted((this_entry, other))
         (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
         self._pending_error = difference(rank_a, lines_a, rank_b, lines_b)
         self._all_heard_key = self._comparisons.count_reader(store, number)

@@ -107,8 +107,8 @@ def _differing_values(wrong: Mapping[str, int], storages: Mapping[str, Layout], 
     (key, rank), more = next(iter(wrong.items())), len(wrong) - 1
     kind = "parameter" if key in storages else "buffer"
     others = f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else ""
-    here, there = groups.consistency.rank, groups.everyone()[rank]
-    return f"{kind} {key!r} has other values on rank {here} than on rank {there}{others}"
+    this_rank, other_rank = groups.consistency.rank, groups.everyone()[rank]
+    return f"{kind} {key!r} has other values on rank {this_rank} than on rank {other_rank}{others}"
 
 
 class Passed(NamedTuple):

@@ -131,7 +131,7 @@ class Decompose:
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
             # A product beside several collectives is shared out among them.
             before_seconds, behind_seconds = (
-                sum(self._product_seconds(x, n) / cuts.sharers[x] for x in each) for each in (before, behind)
+                sum(self._product_seconds(x, n) / cuts.sharers[x] for x in products) for products in (before, behind)
             )
             times.append(self._pipelined_seconds(before_seconds, beside, behind_seconds, sent, ranks, n))
         for x in before | behind:  # chunks that are concatenated

@@ -140,7 +140,7 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     # Arrays [have, want, part]: what a layout does with an axis part before the reshard and after it.
     source, target = codes[: len(have), None], codes[None, len(have) :]
     changed, axes = source != target, [split_part(part)[0] for part in parts]
-    masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]  # the parts of each axis
+    masks = [np.array([axis == other for other in axes]) for axis in dict.fromkeys(axes)]  # the parts of each axis
     by_axis = np.stack([changed[:, :, mask].any(axis=2) for mask in masks] or [np.zeros(changed.shape[:2], bool)])
     moved = (changed & (source != 0)).any(axis=2)  # from replicated (0), a change is a slice
     is_one: Table = np.equal(by_axis.sum(axis=0), 1) & moved
