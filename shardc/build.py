@@ -41,7 +41,7 @@ from shardc.precompiled.program_key import described
 from shardc.program import Program, Rebuild, Source
 from shardc.runtime.groups import Groups
 from shardc.runtime.identity_guards import ModuleSnapshot
-from shardc.runtime.signature import Example, Signature, TorchGlobalState
+from shardc.runtime.inputs import Example, Signature, TorchGlobalState
 from shardc.runtime.step import named_groups, use_groups
 
 

@@ -27,7 +27,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import Phase, settings  # noqa: E402
 
-from shardc.runtime.signature import TorchGlobalState  # noqa: E402
+from shardc.runtime.inputs import TorchGlobalState  # noqa: E402
 
 torch.set_num_threads(1)
 

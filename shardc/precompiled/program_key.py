@@ -14,7 +14,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.module_paths import is_public
 from shardc.ir.reach import reach
 from shardc.plan.value import Plan
-from shardc.runtime.signature import Signature
+from shardc.runtime.inputs import Signature
 from shardc.validate import torch_name
 
 PLAIN = (bool, int, float, str, type(None))  # classes of values that JSON can hold

@@ -48,7 +48,7 @@ from shardc.plan.value import Plan
 from shardc.precompiled.program_key import PLAIN, ProgramKey
 from shardc.precompiled.timed import Timed, complete
 from shardc.rules import is_registered
-from shardc.runtime.signature import Constant, Signature
+from shardc.runtime.inputs import Constant, Signature
 from shardc.validate import Range, checked, torch_name
 from shardc.verify.subject import Broken, Subject
 

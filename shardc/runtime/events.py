@@ -22,8 +22,8 @@ from shardc.ir.code import is_versioned
 from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
+from shardc.runtime.inputs import Constant, Like, Signature
 from shardc.runtime.shards import fingerprint
-from shardc.runtime.signature import Constant, Like, Signature
 
 SAME = "the same"
 _LONGEST = 4000  # characters of another rank's error

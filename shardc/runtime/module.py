@@ -23,11 +23,19 @@ from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.border import as_dtensors
 from shardc.runtime.events import call_event
 from shardc.runtime.forward_calls import Forward, call_around
-from shardc.runtime.inputs import check_kinds, local_input, local_part, targets_last
+from shardc.runtime.inputs import (
+    Arguments,
+    Signature,
+    TorchGlobalState,
+    check_kinds,
+    fitting,
+    local_input,
+    local_part,
+    targets_last,
+)
 from shardc.runtime.namespace import INSTEAD, OF_WRAPPERS, Namespace
 from shardc.runtime.program_cache import CallCacheEntry
 from shardc.runtime.replicas import compare_inputs
-from shardc.runtime.signature import Arguments, Signature, TorchGlobalState, fitting
 from shardc.runtime.state import State
 from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.uneven import Rows, global_rows, row_axes

@@ -21,8 +21,7 @@ from shardc.runtime.full_params import first_state_dict, full_state_dict, summon
 from shardc.runtime.gloo.buffers import MemoryUse
 from shardc.runtime.gradients import clip_grad_norm_
 from shardc.runtime.initialize import initialise, reset_parameters
-from shardc.runtime.inputs import check_kinds, in_call, targets_last
-from shardc.runtime.signature import CacheKey
+from shardc.runtime.inputs import CacheKey, check_kinds, in_call, targets_last
 from shardc.runtime.state import State
 from shardc.validate import Range, typed
 

@@ -25,11 +25,10 @@ from shardc.runtime.events import Event
 from shardc.runtime.gloo.buffers import Buffers
 from shardc.runtime.host import cheap_garbage_collection
 from shardc.runtime.identity_guards import IdentityGuards, ModuleSnapshot
-from shardc.runtime.inputs import no_targets, takes_loss
+from shardc.runtime.inputs import CacheKey, Example, Signature, TorchGlobalState, no_targets, takes_loss
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.routing import Routing
 from shardc.runtime.sharding_spec import ShardingSpec
-from shardc.runtime.signature import CacheKey, Example, Signature, TorchGlobalState
 from shardc.runtime.step import Runner
 
 _SHOWN = 3  # differences in a message

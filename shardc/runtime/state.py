@@ -13,12 +13,11 @@ from shardc._compat import PyTree, pytree
 from shardc.ir.executable import Executable
 from shardc.ir.mesh import Mesh
 from shardc.runtime.gradients import Sync
-from shardc.runtime.inputs import check_kinds, shard_input, targets_last
+from shardc.runtime.inputs import CacheKey, check_kinds, shard_input, targets_last
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.program_cache import Build, ProgramCache
 from shardc.runtime.replicas import Sources, Turns
 from shardc.runtime.sharding_spec import ShardingSpec
-from shardc.runtime.signature import CacheKey
 from shardc.runtime.uneven import refuse_own
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -18,7 +19,7 @@ from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
-from shardc.runtime.inputs import WAYS_OUT, check_constants, check_inputs, local_input, shard_input
+from shardc.runtime.inputs import WAYS_OUT, Arguments, check_constants, check_inputs, local_input, shard_input
 from tests.ranks import device_mesh, run_ranks
 
 MESH = Mesh(dp=2, tp=2)
@@ -192,3 +193,22 @@ def test_an_object_that_holds_tensors_is_not_passed_uncut() -> None:
         "a batch has a Box with tensors in its attribute 'ids'; torch's pytrees do not know the class, so they cannot "
         "be cut"
     )
+
+
+X = torch.ones(2)  # an argument that is a tensor
+
+
+@pytest.mark.parametrize(
+    "args, kwargs",
+    [
+        ((), {}), ((X,), {}), ((X, None, 1, 1.0, True, "a"), {}), ((X,), {"labels": X, "mask": None}),
+        ((X,), {"mask": None, "labels": X}), (([X, 1],), {}), ((X, (X, None)), {"past": {"k": X}}),
+        ((torch.Size((2, 3)),), {}), ((torch.nn.Parameter(X),), {}),
+    ],
+)  # fmt: skip
+def test_calls_are_flattened_as_by_pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _, _, leaves, spec = Arguments.of(args, kwargs)
+    expected, whole = pytree.tree_flatten((args, kwargs))
+    assert [id(x) for x in leaves] == [id(x) for x in expected]
+    assert spec == whole and hash(spec) == hash(whole)
+    assert pytree.tree_unflatten(leaves, spec) == pytree.tree_unflatten(expected, whole)
