@@ -37,8 +37,8 @@ class SubDims:
     """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._stands_for: dict[int, Row] = {}
+        self._sizes: list[int] = []  # number of a sub-dim -> its size
+        self._stands_for: dict[int, Row] = {}  # joined or cut sub-dim -> what replaces it, which may be replaced too
         self.whole: set[int] = set()
 
     def new(self, size: int, whole: bool = False) -> Row:
@@ -49,7 +49,7 @@ class SubDims:
             return ()
         self._sizes.append(size)
         row = (len(self._sizes) - 1,)
-        self.whole.update(row if whole or not size else ())
+        self.whole.update(row if whole or not size else ())  # an empty dim is never split
         return row
 
     def size(self, sub_dim: int) -> int:
@@ -74,10 +74,12 @@ class SubDims:
         """Record that two rows (lists of sub-dims) describe the same dim: their sub-dims are unified in pairs, the
         minor ones first.
 
-        Sub-dims of different sizes are cut. If neither size divides the other, what remains is kept whole.
+        Of two sub-dims of different sizes the larger one is cut: 6 joined with (2, 3) becomes (2, 3). If neither size
+        divides the other, what remains is kept whole.
         """
         a, b = list(self.leaves(left)), list(self.leaves(right))
         while a and b:
+            # Resolve again, since the pair before may have replaced sub-dims of what is left; take the minor ones.
             (*a, x), (*b, y) = self.leaves(a), self.leaves(b)
             if x == y:
                 continue
@@ -85,6 +87,7 @@ class SubDims:
             if not m or not n or (m % n and n % m):
                 self.keep_whole([*a, x, *b, y])
                 return
+            # The minor part of the larger one pairs with the smaller one; its major part waits for the next pair.
             if m > n:
                 major, x = self._cut(x, n)
                 a.append(major)
@@ -102,7 +105,7 @@ class SubDims:
     def _replace(self, sub_dim: int, row: Row) -> None:
         """Make ``sub_dim`` stand for the sub-dims in ``row`` from now on."""
         self._stands_for[sub_dim] = row
-        if sub_dim in self.whole:
+        if sub_dim in self.whole:  # what must be whole stays so under its new numbers
             self.whole.update(row)
 
     def keep_distinct(self, rows: Sequence[Row]) -> None:
@@ -121,7 +124,9 @@ SpecOf = Callable[[Call], Spec | None]
 
 @dataclass(frozen=True)
 class Op:
-    """An op in a function: its call at global shapes, its rule's factors as sub-dims, and the nodes of its operands."""
+    """An op in a function: its call at global shapes, its rule's factors as sub-dims, and the nodes of its operands.
+    Without a rule, ``spec`` is None and ``factors`` is empty.
+    """
 
     node: fx.Node
     call: Call
@@ -133,7 +138,8 @@ class Op:
         """Return the sub-dims over which the op sums to compute a result: all sub-dims of the op that are not in
         ``rows``, the dims of the result.
         """
-        return set(sub_dims.leaves(_row(self.factors, self.factors))) - _leaves_of(sub_dims, rows)
+        every_factor = _row(self.factors, self.factors)  # of the factors named by the dict's keys: all of them
+        return set(sub_dims.leaves(every_factor)) - _leaves_of(sub_dims, rows)
 
 
 class Graph:
@@ -157,7 +163,8 @@ class Graph:
     ) -> None:
         self.graph, self.sub_dims, self._spec_of = graph, sub_dims, spec_of
         self.device = _device(graph)
-        self.vals = self._run(operands)
+        self.vals = self._run(operands)  # node -> its fake value, of global shape
+        # By node, with a list over its results, since an op may have several:
         self.rows: dict[fx.Node, list[Rows]] = {}
         self.pending: dict[fx.Node, list[Pending]] = {}
         self.ops: dict[fx.Node, Op] = {}
@@ -165,7 +172,7 @@ class Graph:
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.rows[node] = [next(argument_rows)]
-            elif node.target is getitem:
+            elif node.target is getitem:  # the result of that number of an op with several
                 self.rows[node] = [self.rows[node.args[0]][node.args[1]]]
             elif node.op == "call_function":
                 self._add_op(node)
@@ -178,7 +185,9 @@ class Graph:
         return [self.rows[node][0] for node in self.outputs]
 
     def _run(self, operands: Sequence[Value]) -> dict[fx.Node, Any]:
-        """Run the graph on fake tensors of the types ``operands``; return node -> its fake value."""
+        """Run the graph on fake tensors of the types ``operands``; return node -> its fake value, from which the rules
+        of its ops read shapes.
+        """
         vals: dict[fx.Node, Any] = {}
         values = iter(operands)
         with FakeTensorMode():
@@ -192,14 +201,19 @@ class Graph:
         return vals
 
     def _add_op(self, node: fx.Node) -> None:
-        """Adds the op ``node`` to ``ops``, and unifies the sub-dims of its operands with the factors of its rule."""
+        """Add the op ``node`` to ``ops``, and unify the sub-dims of its operands with the factors of its rule.
+
+        Example: ``mm`` has the factors i, k and j. Each becomes a sub-dim; (i, k) is joined with the dims of operand 0,
+        (k, j) with those of operand 1, and the result has the dims (i, j).
+        """
         call, new = self._call(node), self.sub_dims.new
         spec = self._spec_of(call)
+        # Operands as a `Spec` lists them: in the order of the schema, lists of tensors flattened.
         arguments = arguments_of(node)
         named = [arguments.get(argument.name) for argument in call.target._schema.arguments]
         flat = [x for item in named for x in (item if isinstance(item, (list, tuple)) else (item,))]
         operands = [x for x in flat if isinstance(x, fx.Node)]
-        if spec is None:
+        if spec is None:  # an op without a rule needs its operands whole
             self.ops[node] = Op(node, call, None, {}, operands)
             self.sub_dims.keep_whole(s for x in operands for row in self.rows[x][0] for s in row)
             self.rows[node] = [[new(n, whole=True) for n in value.shape] if value else [] for value in call.results]
@@ -207,18 +221,18 @@ class Graph:
         routed = () if spec.routed is None else (spec.routed.rows, spec.routed.owners)
         # In a function, no rank sends to another: what an op finds by its place, or routes, stays whole.
         placed = {*spec.indexed, *spec.ordered, *routed}
-        factors = {f: new(n, f in placed or not _splits(spec, f)) for f, n in spec.sizes}
+        factors = {f: new(n, whole=f in placed or not _splits(spec, f)) for f, n in spec.sizes}
         for x, dims in zip(operands, spec.operands, strict=True):
             for row, names in zip(self.rows[x][0], dims, strict=True):
                 self.sub_dims.join(row, _row(factors, names))
-        results = iter(spec.results)
+        results = iter(spec.results)  # of the results that are tensors; the others (None) have no dims
         self.rows[node] = [[_row(factors, names) for names in next(results)] if value else [] for value in call.results]
         self.ops[node] = Op(node, call, spec, factors, operands)
 
     def _call(self, node: fx.Node) -> Call:
         """Return the `Call` of an op, from the fake values of its operands and results."""
 
-        def plain(x: Any) -> Any:
+        def plain(x: Any) -> Any:  # hashable: a type for each tensor, tuples for lists
             if isinstance(x, (list, tuple)):
                 return tuple(map(plain, x))
             return value_of(self.vals[x]) if isinstance(x, fx.Node) else x
@@ -232,7 +246,8 @@ class Graph:
         """Return the pending sums of each output (the sub-dims over which it is a pending sum), given those of the
         arguments. ``check``: forbid splits of a sub-dim if an op cannot take operands that are pending sums over it.
 
-        Without ``check`` every op is assumed to pass them on.
+        Without ``check`` every op is assumed to pass them on: the first steps of a loop may add a pending sum to a
+        carry that looks complete, and that a later step shows to be a pending sum itself.
         """
         arguments = iter(pending)
         for node in self.graph.nodes:
@@ -245,18 +260,21 @@ class Graph:
         return [self.pending[node][0] for node in self.outputs]
 
     def _pending(self, op: Op, check: bool) -> list[Pending]:
-        """Return the pending sums of each result of ``op``, given the pending sums that are known for its operands.
-        ``check``: forbid splits of a sub-dim if the op cannot take operands that are pending sums over it.
+        """Return the pending sums of each result of ``op``: those of its operands, which pass through, and those over
+        sub-dims that the op itself sums. ``check``: forbid splits of a sub-dim if the op cannot take operands that are
+        pending sums over it.
         """
-        before, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
-        carried, summed = NOTHING.union(*before), op.summed(self.sub_dims, [])
-        for sub_dim in carried if check else ():
-            positions = frozenset(at for at, pending in enumerate(before) if sub_dim in pending)
-            if sub_dim in summed or op.spec is None or not carries(op.spec, "sum", positions):
+        of_operands, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
+        passing = NOTHING.union(*of_operands)
+        all_of_op = op.summed(self.sub_dims, [])  # of a result without dims: every sub-dim of the op
+        for sub_dim in passing if check else ():
+            positions = frozenset(at for at, pending in enumerate(of_operands) if sub_dim in pending)
+            # A sum over it passes only if the op is linear in these operands together, and has no dim that it splits.
+            if sub_dim in all_of_op or op.spec is None or not carries(op.spec, "sum", positions):
                 whole.add(sub_dim)
         replicated = NOTHING if op.spec is None else op.spec.replicated
         return [
-            (carried | (set() if at in replicated else op.summed(self.sub_dims, rows))) - whole
+            (passing | (set() if at in replicated else op.summed(self.sub_dims, rows))) - whole  # unsplit: no sum
             for at, rows in enumerate(self.rows[op.node])
         ]
 
@@ -287,6 +305,7 @@ def _device(graph: fx.Graph) -> Any:
     return next((x for node in graph.nodes if (x := node.kwargs.get("device")) is not None), torch.device("cpu"))
 
 
+# How one graph takes part in a step: (operand, carry that it is or None) of each argument, carry of each result or None
 Flow = tuple[list[tuple[int, int | None]], list[int | None]]
 
 
@@ -296,21 +315,32 @@ def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tupl
 
     A carry is a value that goes from step to step; it has the sub-dims of that operand. The flow of a graph is (operand
     and number of the carry for each argument, number of the carry for each result), with None where there is no carry.
+    Results behind the carries, such as those of a scan, are left out.
+
+    Args:
+        counts: as in `Function`: how many operands are carries (of a loop's gradient: gradients, then carries).
+        floating: for each operand, whether it is of a floating-point dtype, and so may have a gradient.
     """
     first, second = counts
     operands = len(floating)
-    # Operands: gradients of the loop's results, its carries, and the rest, whose gradients are summed over the steps.
+    # Operands of a loop's gradient: gradients of the loop's results, carries of the loop, and the rest. Each floating
+    # operand of the rest has a gradient, too: its sum over the steps is one more carry, which starts with zero.
     if kind == "loop_gradient":
         initial = first + second
         summed = [at for at in range(initial, operands) if floating[at]]
-        totals = [(at, initial + number) for number, at in enumerate(summed)]
-        plain = [(at, at if at < initial else None) for at in range(first, operands)]
-        gradients: list[int | None] = [*range(first), *(number for _, number in totals)]
-        back = [*((at, at) for at in range(first)), *totals, *plain]
-        return [*range(initial), *summed], [(plain, [None]), (plain, [*range(first, initial)]), (back, gradients)]
+        gradients = [(at, at) for at in range(first)]
+        gradients += [(at, initial + number) for number, at in enumerate(summed)]
+        # The loop runs again by its condition and its step; then its gradient takes the steps backwards.
+        of_loop = [(at, at if at < initial else None) for at in range(first, operands)]
+        loop_condition: Flow = of_loop, [None]
+        loop_step: Flow = of_loop, [*range(first, initial)]
+        gradient_step: Flow = [*gradients, *of_loop], [number for _, number in gradients]
+        return [*range(initial), *summed], [loop_condition, loop_step, gradient_step]
     arguments = [(at, at if at < first else None) for at in range(operands)]
     step: Flow = arguments, [*range(first)]
-    others: dict[str, list[Flow]] = {"scan": [], "cond": [step], "while_loop": [(arguments, [None])]}
+    condition: Flow = arguments, [None]  # the predicate that it returns is no carry
+    # The graphs before the last: the other branch of a `cond` (which has no carries), the condition of a loop.
+    others: dict[str, list[Flow]] = {"scan": [], "cond": [step], "while_loop": [condition]}
     return [*range(first)], [*others[kind], step]
 
 
@@ -334,9 +364,12 @@ class Factored:
         self.pending: list[Pending] = []
         self.time: Row = ()
         kind, counts = self.function.kind, self.function.counts
+        # Types and sub-dims of the operands as one step gets them: of a scanned sequence, those of one slice.
         values, rows = self._step_operands(call)
-        carried, self.flows = _flows(kind, counts, [value.dtype.is_floating_point for value in values])
-        self.carried, self.initial = [NOTHING] * len(carried), counts[0] + counts[1] * (kind == "loop_gradient")
+        starts_from, self.flows = _flows(kind, counts, [value.dtype.is_floating_point for value in values])
+        self.carried = [NOTHING] * len(starts_from)
+        # Of a loop's gradient both counts are of carries: gradients, and carries of the loop.
+        self.initial = counts[0] + counts[1] * (kind == "loop_gradient")
         self.graphs = []
         for graph, (arguments, results) in zip(self.function.graphs, self.flows, strict=True):
             places = [at for at, _ in arguments]
@@ -345,14 +378,17 @@ class Factored:
             # What a step returns for a carry is its operand in the next step: their sub-dims are the same.
             for result, number in zip(self.graphs[-1].results, results, strict=False):
                 if number is not None:
-                    self._join(rows[carried[number]], result)
+                    self._join(rows[starts_from[number]], result)
         self.results = self._joined_results(counts[0])
+        # If the steps of a scan are split, its last carries are pending sums (below), which is done for floats only.
         if self.time and not all(value.dtype.is_floating_point for value in values[: counts[0]]):
             self.sub_dims.keep_whole(self.time)
+        # In this order: what may be pending depends on what is whole by then.
         self._keep_distinct()
         self._propagate_pending()
         self.replicated = self._replicated()
-        for at in range(counts[0] if self.time else 0):  # the last rank has what the last step carries
+        # The last rank has what the last step carries. The others add zeros, so this is a sum over the split of steps.
+        for at in range(counts[0] if self.time else 0):
             self.pending[at] |= frozenset(self.sub_dims.leaves(self.time)) - self.sub_dims.whole
 
     def _step_operands(self, call: Call) -> tuple[list[Value], list[Rows]]:
@@ -362,6 +398,7 @@ class Factored:
         kind, counts = self.function.kind, self.function.counts
         leading = 1 if kind == "cond" else 0  # the predicate
         values, rows = list(call.operands[leading:]), list(self.operands[leading:])
+        # The sequences come behind the carries. All have as many slices as there are steps.
         for at in range(counts[0], sum(counts)) if kind == "scan" else ():
             (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
             self.time = self.time or self.sub_dims.new(steps)
@@ -387,8 +424,8 @@ class Factored:
             self.sub_dims.join(row, other)
 
     def _keep_distinct(self) -> None:
-        """Forbids splits of a sub-dim that occurs twice: in two factors of one op, or in two dims of one operand or
-        result.
+        """Forbid splits of a sub-dim that occurs twice, as an axis can split only one of two dims: in two factors of
+        one op, or in two dims of one operand or result.
         """
         for graph in self.graphs:
             for op in graph.ops.values():
@@ -397,15 +434,17 @@ class Factored:
             self.sub_dims.keep_distinct(rows)
 
     def _propagate_pending(self) -> None:
-        """Computes over which sub-dims the carries (values that go from step to step) and results are pending sums.
-        Steps are repeated until nothing changes.
+        """Compute over which sub-dims the carries (values that go from step to step) and results are pending sums: the
+        least fixed point of a step.
 
-        A sub-dim is kept whole if a step changes whether a carry is a pending sum over it.
+        A carry is a pending sum from the first step on, or never. A sub-dim is kept whole if a step changes that.
         """
         whole, kind = self.sub_dims.whole, self.function.kind
-        before = -1
-        while before < len(whole):
-            before, self.carried = len(whole), [NOTHING] * len(self.carried)
+        # A sub-dim that a round finds must be whole leaves no sums, so the round starts again, until it finds no more.
+        whole_before = -1
+        while whole_before < len(whole):
+            whole_before, self.carried = len(whole), [NOTHING] * len(self.carried)
+            # Take steps until none adds a pending sum to a carry.
             while (
                 after := [old | new for old, new in zip(self.carried, self._step(check=False), strict=True)]
             ) != self.carried:
@@ -416,6 +455,7 @@ class Factored:
             if kind in ("while_loop", "loop_gradient"):
                 condition = self._pending_of_graphs[0][0]
                 whole.update(condition)  # it is complete on each rank, so that all take as many steps
+            # A result that is a pending sum in one branch is one in both: the other makes a term of it (`function_rules.term`).
             of_both = [NOTHING.union(*x) for x in zip(*self._pending_of_graphs, strict=True)] if kind == "cond" else []
             self.pending = of_both or self._pending_of_graphs[-1]
             self._keep_consistent()
@@ -423,33 +463,41 @@ class Factored:
     def _step(self, check: bool) -> list[Pending]:
         """Return the pending sums of the carries (values that go from step to step) after one more step. ``check``:
         forbid splits of a sub-dim if an op cannot take operands that are pending sums over it.
+
+        Those of all results of the graphs are in ``_pending_of_graphs``.
         """
         after, self._pending_of_graphs = list(self.carried), []
         for graph, (arguments, results) in zip(self.graphs, self.flows, strict=True):
+            # An operand that is no carry (number None) comes in complete.
             incoming = [NOTHING if number is None else self.carried[number] for _, number in arguments]
             self._pending_of_graphs.append(graph.propagate(incoming, check))
+            # Results behind those that have a number are no carries: the stacked results of a scan.
             for number, pending in zip(results, self._pending_of_graphs[-1], strict=False):
                 if number is not None:
                     after[number] = pending
         return after
 
     def _keep_consistent(self) -> None:
-        """Forbids splits of a sub-dim over which some result is a pending sum, unless each result is split by it, is
+        """Forbid splits of a sub-dim over which some result is a pending sum, unless each result is split by it, is
         pending over it (not both), or has no pending sum at all.
+
+        A `Spec` has no word for other cases: by it, a result that lacks a summed factor is a sum over its split, except
+        for results that are the same on every rank whatever is split.
         """
         for sub_dim in NOTHING.union(*self.pending):
             for rows, pending in zip(self.results, self.pending, strict=True):
-                split = sub_dim in _leaves_of(self.sub_dims, rows)
-                if split == (sub_dim in pending) and (split or pending):
+                is_split, is_pending = sub_dim in _leaves_of(self.sub_dims, rows), sub_dim in pending
+                is_replicated = not is_split and not pending
+                if is_split == is_pending and not is_replicated:
                     self.sub_dims.whole.add(sub_dim)
 
     def _replicated(self) -> frozenset[int]:
         """Return the positions of the results that stay replicated if some factor is split (a factor other than the
-        steps).
+        steps): those that are no pending sums and lack a factor that may be split.
         """
-        split = [_leaves_of(self.sub_dims, rows) for rows in self.results]
-        free = self._all_leaves() - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
-        return frozenset(at for at, summed in enumerate(self.pending) if not summed and free - split[at])
+        carried_by = [_leaves_of(self.sub_dims, rows) for rows in self.results]
+        splittable = self._all_leaves() - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))
+        return frozenset(at for at, summed in enumerate(self.pending) if not summed and splittable - carried_by[at])
 
     def _all_leaves(self) -> set[int]:
         """Return the sub-dims of all operands and results."""
@@ -469,12 +517,13 @@ class Factored:
         every, pending = sorted(self._all_leaves()), NOTHING.union(*self.pending)
         time = frozenset(map(self.factor, self.sub_dims.leaves(self.time)))
         return Spec(
-            tuple(map(self.dims, self.operands)),
-            tuple(map(self.dims, self.results)),
-            tuple(sorted((self.factor(x), self.sub_dims.size(x)) for x in every)),
-            tuple((self.factor(x), "sum") for x in every if x in pending),
-            frozenset(self.factor(x) for x in every if x in self.sub_dims.whole),
+            operands=tuple(map(self.dims, self.operands)),
+            results=tuple(map(self.dims, self.results)),
+            sizes=tuple(sorted((self.factor(x), self.sub_dims.size(x)) for x in every)),
+            reduce=tuple((self.factor(x), "sum") for x in every if x in pending),
+            whole=frozenset(self.factor(x) for x in every if x in self.sub_dims.whole),
             replicated=self.replicated,
+            # Ranks take the steps of a scan in turn, each those of one contiguous piece; padding comes last.
             indexed=time,
             ordered=time,
             in_turn=time,
