@@ -455,7 +455,7 @@ class Factored:
             if kind in ("while_loop", "loop_gradient"):
                 condition = self._pending_of_graphs[0][0]
                 whole.update(condition)  # it is complete on each rank, so that all take as many steps
-            # A result that is a pending sum in one branch is one in both: the other makes a term of it (`function_rules.term`).
+            # A result that is a pending sum in one branch is one of both: the other returns its own as a term of a sum.
             of_both = [NOTHING.union(*x) for x in zip(*self._pending_of_graphs, strict=True)] if kind == "cond" else []
             self.pending = of_both or self._pending_of_graphs[-1]
             self._keep_consistent()
