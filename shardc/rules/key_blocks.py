@@ -20,11 +20,12 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """A block of keys (and values) that a rank's queries attend to in one kernel call.
+    """A block of keys (and values) that a rank's queries attend to in one kernel call. Keys have the shape [batch b,
+    heads g, keys k, head dim e].
 
     Args:
         take: function that selects the block from this rank's shard or, if keys are gathered, from [ranks, b, g, k, e].
-        back: function that maps a gradient of the block to one of the shard that contains it.
+        back: function that maps a gradient of the block to one of the shard that contains it, with zeros elsewhere.
         source: index of the rank of this shard, if keys are gathered; else 0.
         bias: tensor to add to the scores; None for none.
         causal: whether query i attends to keys 0 to i of the block only.
@@ -54,6 +55,14 @@ class KeyBlocks:
 
     Axes that split queries and keys (``sent``) move keys between ranks: gathered, or passed around a ring. Axes that
     split keys only (``pending``) leave partial results, which the caller combines by their log-sum-exp.
+
+    Attributes:
+        query, key: layouts of queries and keys; dim 2 is the sequence.
+        ranks, group: number of ranks along ``sent``, and name of their process group.
+        gathers: whether keys are gathered; else ``ranks`` pass them around a ring (with one rank, nothing is sent).
+        keys: number of keys without padding.
+        whole: whether each rank has all keys.
+        filled: whether some keys are padding that a mask must hide.
     """
 
     def __init__(self, local: Local) -> None:
@@ -69,20 +78,22 @@ class KeyBlocks:
         self.gathers = bool(self.sent) and not local.call["around"]
         self.packed: Emitted | None = None  # key and value as one contiguous tensor, ready to send
         self.keys: int = local.call["keys"]
-        seen = local.true_size(2, self.query.shape[2])
+        queries = local.true_size(2, self.query.shape[2])
         # Padding is behind all keys; with a causal mask no query of the sequence sees it, so it needs no mask.
-        hides = "causal" in local.call and local.call["causal"] and seen <= self.keys
+        causal_hides_padding = "causal" in local.call and local.call["causal"] and queries <= self.keys
         self.whole = not split
-        self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
+        # Where keys are whole, the kernel gets their number without padding instead.
+        self.filled = self.key.shape[2] != self.keys and not self.whole and not causal_hides_padding
 
     def blocks(self) -> Iterator[KeyBlock]:
         """Yield the blocks: all keys if one mask covers them, else one per rank, or one per stripe (every n-th key) of
         a rank.
         """
         causal = self.local.call["causal"]
-        if self.whole and not self.query.dim_axes(2):
+        if self.whole and not self.query.dim_axes(2):  # the sequence is not split: as on a single device
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
             return
+        # Stripes need no mask as a tensor: they are causal by themselves. Else the bias has the mask.
         stripes = self._stripe_digits() if causal and not self.filled else None
         if self.gathers and stripes is None:
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
@@ -99,11 +110,11 @@ class KeyBlocks:
         """Yield the blocks with the global positions of their keys, without bias: all keys, or those of each rank of
         the ring.
         """
-        if self.whole:
+        if self.whole:  # keys 0, 1, 2, ...
             yield KeyBlock(_same, _same)
-        elif self.gathers and not self.pending:
+        elif self.gathers and not self.pending:  # all keys, which this puts in order: again 0, 1, 2, ...
             yield KeyBlock(self._in_order, self._out_of_order)
-        elif self.gathers:
+        elif self.gathers:  # a part of all keys: other ranks along `pending` have the rest
             yield KeyBlock(self._concatenated, self._split_by_rank, columns=self._columns(*range(self.ranks)))
         else:
             for number in range(self.ranks):
@@ -173,6 +184,7 @@ class KeyBlocks:
         totals = [self.total(list(zip(sources, parts, strict=True))) for parts in zip(*of_keys, strict=True)]
         dq, *rest = (added(self.local, list(parts)) for parts in zip(*of_others, strict=True))
         grads = [dq, *self.parted(totals)]
+        # Sums of several blocks may be in float32 (`added`); gradients of a single block have the call's dtype.
         return [*([narrow(self.local, x) for x in grads] if len(sources) > 1 else grads), *rest]
 
     def total(self, parts: list[tuple[int, Emitted]]) -> Emitted:
@@ -185,11 +197,13 @@ class KeyBlocks:
         """
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
-        if len(parts) == 1:
+        # Keys are gathered: [ranks, b, g, k, e], with the gradient of each rank's shard.
+        if len(parts) == 1:  # a block of the keys of all ranks
             gradient = parts[0][1]
-        else:
+        else:  # blocks of one rank's keys each
             sums = [added(self.local, [x for at, x in parts if at == source]) for source in range(self.ranks)]
             gradient = self.run(aten.stack.default, [narrow(self.local, x) for x in sums])
+        # A reduce-scatter cuts dim 0, so ranks and batch become one dim.
         shape = self.local.builder.shape(gradient)
         gradient = self._contiguous(self.run(aten.reshape.default, gradient, [shape[0] * shape[1], *shape[2:]]))
         started = self.run(functional.reduce_scatter_tensor.default, gradient, "sum", self.ranks, self.group)
@@ -197,7 +211,7 @@ class KeyBlocks:
 
     def _contiguous(self, x: Emitted) -> Emitted:
         """Return ``x`` in contiguous memory, as a message requires."""
-        if x is self.packed:
+        if x is self.packed:  # the result of a cat is contiguous
             return x
         return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
 
@@ -236,16 +250,20 @@ class KeyBlocks:
         return self.run(aten.reshape.default, x, [self.ranks, b, g, k // self.ranks, e])
 
     def _order(self, b: int, g: int, e: int) -> tuple[list[int], list[int]]:
-        """Return how gathered keys are put in the order of the sequence: the sizes to view them by (one per mesh axis,
-        b, g, local digits of the sequence, e), and a permutation to (b, g, all digits of the sequence, e).
+        """Return how gathered keys, [ranks, b, g, k, e], are put in the order of the sequence: the sizes to view them
+        by, and a permutation of the dims of that view to (b, g, digits of the sequence from major to minor, e).
+
+        The view has one dim for each axis of ``sent`` (in place of the ranks) and one for each local digit of the
+        sequence (in place of k). So there each digit of the sequence (`Layout`) is a dim.
         """
         digits = self.key.dims[2]
-        local = [digit.radix for digit in digits if digit.axis is None]
-        first = len(self.sent) + 2
-        places = iter(range(first, first + len(local)))
-        sequence = [next(places) if digit.axis is None else self.sent.index(digit.axis) for digit in digits]
-        sizes = [*(self.mesh.size(axis) for axis in self.sent), b, g, *local, e]
-        return sizes, [first - 2, first - 1, *sequence, len(sizes) - 1]
+        local_radices = [digit.radix for digit in digits if digit.axis is None]
+        # Dims of the view: the axes of `sent`, b, g, the local digits, e.
+        b_at, g_at, first_local = (len(self.sent) + at for at in range(3))
+        local_dims = iter(range(first_local, first_local + len(local_radices)))
+        sequence = [next(local_dims) if digit.axis is None else self.sent.index(digit.axis) for digit in digits]
+        sizes = [*(self.mesh.size(axis) for axis in self.sent), b, g, *local_radices, e]
+        return sizes, [b_at, g_at, *sequence, len(sizes) - 1]
 
     def _sent(self, x: Emitted, shift: int) -> Emitted:
         """Emit a send to the rank ``shift`` positions later in the ring of ranks; return ``x`` of the rank ``shift``
@@ -253,7 +271,7 @@ class KeyBlocks:
         """
         if shift == 0:
             return x
-        to = [(rank + shift) % self.ranks for rank in range(self.ranks)]
+        to = [(rank + shift) % self.ranks for rank in range(self.ranks)]  # where each rank's ``x`` goes
         x = self._contiguous(x)
         return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
 
@@ -261,12 +279,14 @@ class KeyBlocks:
         """Return axis -> index of the rank that keys come from: rank ``number`` if keys are gathered, else the rank
         ``number`` positions earlier in the ring. Axes that are missing have this rank's index.
         """
-        if not self.gathers and number == 0:
+        if not self.gathers and number == 0:  # this rank itself
             return {}
+        # The same for all ranks if keys are gathered (an int); in a ring it depends on this rank (a tensor).
         rank: Emitted = number
         if not self.gathers:
             rank = self.run(aten.sub.Tensor, self.local.builder.coordinate(self.sent), number)
             rank = self.run(aten.remainder.Scalar, rank, self.ranks)
+        # A rank's number has its indices along the axes as digits, that of the first axis major.
         out, below = dict[str, Emitted](), self.ranks
         for axis in self.sent:
             size = self.mesh.size(axis)
@@ -281,65 +301,75 @@ class KeyBlocks:
     # --- causal blocks, for the kernel's own causal mode
 
     def _stripe_digits(self) -> Digits | None:
-        """Return the minor digits (factors of the sequence) of the keys, which number their stripes (every n-th key).
-        Return None if the keys cannot be cut into stripes that match the split of the queries.
+        """Return the minor digits (factors of the sequence) of the keys, which number their stripes: stripe s of n has
+        the keys s, s + n, s + 2 n, ... Return None if the keys cannot be cut into stripes that match the split of the
+        queries.
 
         With stripes a causal mask is causal within each block, so that the kernel's own causal mode can be used.
-        Requires that the queries' axes are the minor digits of the sequence: then the elements of a run of
-        ``prod(radices)`` neighbours are on different ranks, and a block of keys with the same minor digits has exactly
-        one key in each run, as the queries have.
+        Requires that a rank's queries are a stripe too: its axes are the minor digits of the sequence. Then queries
+        and stripe have exactly one element each in every run of n neighbours, and query i of the rank sees the keys 0
+        to i of the stripe, or 0 to i - 1.
         """
         digits = self.query.dims[2]
-        axes = [digit for digit in digits if digit.axis is not None]
-        if not axes or digits[len(digits) - len(axes) :] != tuple(axes) or self.pending:
+        bound = [digit for digit in digits if digit.axis is not None]
+        if not bound or digits[len(digits) - len(bound) :] != tuple(bound) or self.pending:
             return None
-        cuts = [prod(d.radix for d in axes[at:]) for at in range(len(axes) + 1)]
-        if self.key.shape[2] % cuts[0] and self.whole:
-            return tuple(Digit(d.radix) for d in axes)  # keys are not split: the last run may be shorter
+        # The strides at which the queries' bound digits begin and end: from the length n of a run down to 1.
+        cuts = [prod(d.radix for d in bound[at:]) for at in range(len(bound) + 1)]
+        run_length = cuts[0]
+        if self.key.shape[2] % run_length and self.whole:
+            return tuple(Digit(d.radix) for d in bound)  # keys are not split: the last run may be shorter
         fine = refine(self.mesh, self.key.dims[2], cuts)
         if fine is None:
             return None
         by_stride = list(zip(fine, strides(fine), strict=True))
-        minor = tuple(d for d, stride in by_stride if stride < cuts[0])
-        if any(d.axis is not None for d, stride in by_stride if stride >= cuts[0]):
+        minor = tuple(d for d, stride in by_stride if stride < run_length)
+        # Keys that an axis splits above the runs: a rank has no key in some runs.
+        if any(d.axis is not None for d, stride in by_stride if stride >= run_length):
             return None
-        if len(minor) != len(axes) or any(d.axis not in (None, a.axis) for d, a in zip(minor, axes, strict=True)):
+        # Each minor digit of the keys must be one of the queries, split over the same axis or local.
+        if len(minor) != len(bound) or any(d.axis not in (None, a.axis) for d, a in zip(minor, bound, strict=True)):
             return None
         return minor
 
     def _striped(self, minor: Digits, source: int) -> Iterator[KeyBlock]:
-        """Yield a block for each stripe (every n-th key) of the keys of one rank.
+        """Yield a block for each stripe (every n-th key of the sequence) of the keys of one rank. A stripe and this
+        rank's queries have one element each in every run of n neighbours.
 
         Args:
-            minor: digits of the sequence that number the stripes (`_stripe_digits`).
+            minor: digits of the sequence that number the stripes (`_stripe_digits`): n is the product of their radices.
+                Where a digit is local, the rank has the stripes of all its values; else that of its coordinate.
             source: number of the rank whose keys they are, as in `_coordinates`.
         """
-        at, (take, back) = self._coordinates(source), self._shard_functions(source)
+        source_index, (take, back) = self._coordinates(source), self._shard_functions(source)
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
         stripes_per_rank = prod(d.radix for d in minor if d.axis is None)
+        # The keys of the shard that are cut into stripes: if it has all keys, those that are not padding.
         length = min(self.keys, self.key.shape[2]) if self.whole else self.key.local_shape[2]
-        for choice in product(*(range(d.radix) if d.axis is None else (None,) for d in minor)):
-            # The first query and the first key of the block, as offsets in a run of neighbours.
+        # A stripe of the rank is a value of each local digit.
+        for values in product(*(range(d.radix) if d.axis is None else (None,) for d in minor)):
+            # Where this rank's queries and the keys of the stripe are in each run: sums of digit * stride. And the
+            # number of the stripe among those of the rank, from its local digits.
             query_offset, key_offset = None, None
             number, stride = 0, prod(d.radix for d in minor)
-            for axis, index, digit in zip(axes, choice, minor, strict=True):
+            for axis, value, digit in zip(axes, values, minor, strict=True):
                 stride //= digit.radix
                 query_term = _times(self.run, self.local.builder.coordinate((axis,)), stride)
-                if index is not None:
-                    number = number * digit.radix + index
-                    key_term: Emitted = index * stride
-                else:
-                    key_term = _times(self.run, at[axis], stride) if axis in at else query_term
+                if value is not None:
+                    number = number * digit.radix + value
+                    key_term: Emitted = value * stride
+                else:  # an axis that is not in `source_index` has the same index on both ranks
+                    key_term = _times(self.run, source_index[axis], stride) if axis in source_index else query_term
                 query_offset = _add(self.run, query_offset, query_term)
                 key_offset = _add(self.run, key_offset, key_term)
-            # Causal: query i sees key i of the block only if the block's keys do not come later.
+            # Causal: query i sees key i of the block only if that does not come later in their run.
             later = None
-            # A rank's own keys have the offsets of its queries, so none comes later.
+            # A rank's own keys have the offsets of its queries, so none comes later; nor does the first key of a run.
             own_piece = not self.gathers and source == 0 and stripes_per_rank == 1
             if not own_piece and not (isinstance(key_offset, int) and key_offset == 0):
                 is_before = aten.lt.Scalar if isinstance(key_offset, int) else aten.lt.Tensor
                 later = self.run(aten.squeeze.dim, self.run(is_before, query_offset, key_offset), 0)
-            if stripes_per_rank == 1:
+            if stripes_per_rank == 1:  # all keys of the rank
                 yield KeyBlock(take, back, source, causal=True, later=later)
                 continue
             cut, uncut = (partial(f, number, stripes_per_rank, length) for f in (self._stripe, self._unstripe))
@@ -355,9 +385,11 @@ class KeyBlocks:
         """
         b, g, n, e = self.local.builder.shape(x)
         full = self.key.local_shape[2]
+        # Each element becomes a row of ``step`` elements, zeros but for place ``number``; rows are then concatenated.
         x = self.run(aten.unsqueeze.default, x, 3)
         x = self.run(aten.constant_pad_nd.default, x, [0, 0, number, step - number - 1], 0.0)
         x = self.run(aten.reshape.default, x, [b, g, n * step, e])
+        # Where ``step`` does not divide the keys, or some are padding, the end is cut off or filled with zeros.
         if n * step == full:
             return x
         if n * step > full:
@@ -376,9 +408,10 @@ class KeyBlocks:
         """
         call, run = self.local.call, self.run
         bias = self.local.operand("bias")
+        # A rank has the bias for all keys, of which it selects the columns of this block's keys.
         if bias is not None and not self.whole and call["bias"].shape[-1] > 1:
             columns = self._key_positions(ranks)
-            if self.key.shape[2] != self.keys:
+            if self.key.shape[2] != self.keys:  # padding has no column; queries do not see it, so any will do
                 columns = run(aten.clamp.default, columns, 0, self.keys - 1)
             bias = run(aten.index_select.default, bias, len(call["bias"].shape) - 1, columns)
         if (hidden := self._hidden(ranks)) is not None:
@@ -386,7 +419,8 @@ class KeyBlocks:
             mask = run(aten._to_copy.default, hidden, dtype=call.operands[call.position("query") or 0].dtype)
             mask = run(aten.where.ScalarOther, hidden, run(aten.full_like.default, mask, -inf), 0.0)
             bias = mask if bias is None else run(aten.add.Tensor, bias, mask)
-        # A query sees no key of a block of all keys only if it sees none on a single device.
+        # In a block of all keys, a query sees none only if it sees none on a single device: the kernel's result for it
+        # is right then.
         if bias is None or self.whole or (self.gathers and not self.pending):
             return bias, None
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)

@@ -29,13 +29,19 @@ _TOKENS, _EXPERTS = "t", "e"
 
 
 def _tokens(loops: Loops, at: int, name: str) -> Dims:
-    """Declare and return the factors of operand number ``at``, [tokens, width]; ``name``: the factor of its width."""
+    """Declare and return the factors of operand number ``at``, [tokens, width]. ``name`` is the factor of the width,
+    which must not be split.
+    """
     size, width = loops.shapes[at]
+    # "sum": where tokens are split, results without tokens (gradients of the experts' parameters) are partial sums.
     return loops.dim(_TOKENS, size, "sum"), loops.dim(name, width, WHOLE)
 
 
 def _params(loops: Loops, first: int) -> list[Dims]:
-    """Declare and return the factors of the experts' parameters, [experts, ...]: the operands from ``first`` on."""
+    """Declare and return the factors of the experts' parameters, [experts, ...]: the operands from ``first`` on. Only
+    the dim of the experts may be split.
+    """
+    # "sum": where experts are split, each rank has the outputs of its experts only, terms of a sum.
     return [
         (loops.dim(_EXPERTS, shape[0], "sum"), *loops.dims(f"p{at}.", shape[1:], WHOLE))
         for at, shape in enumerate(loops.shapes[first:])
@@ -47,9 +53,10 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     parallelism). Ranks then exchange ``choices`` rows for each token, of ``width`` elements there and back together.
     """
     sizes = dict(spec.sizes)
-    if _TOKENS not in sizes or _EXPERTS not in sizes:
+    if _TOKENS not in sizes or _EXPERTS not in sizes:  # a dim of size 1 has no factor
         return spec
-    # "bounded" also sends rows to the ranks of their experts, and what no row fills with them (`_bounded_exchanges`).
+    # "bounded" sends rows, too, but in blocks with room for ``bound`` times the rows of an even load; empty places are
+    # sent as well (`_bounded_exchanges`).
     way, filled = ("send", call["bound"]) if call["way"] == "bounded" else (call["way"], 1.0)
     # "held" is the axis of the plan's ``ep`` entry, or "": it must split the experts, alone or with the tokens.
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
@@ -58,7 +65,9 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
 
 
 def _call(call: Call) -> Spec:
-    """Return the spec of routed experts."""
+    """Return the spec of routed experts: tokens [t, d], chosen experts and their weights [t, k], and parameters [e,
+    ...] give [t, o].
+    """
     loops = Loops(call)
     choices, out_width = loops.shapes[1][1], loops.result_shapes[0][1]
     operands = [
@@ -67,18 +76,23 @@ def _call(call: Call) -> Spec:
         _tokens(loops, 2, "k"),
         *_params(loops, 3),
     ]
+    # Linear in operand 2, the routing weights.
     spec = loops.spec(operands, [(operands[0][0], loops.dim("o", out_width, WHOLE))], linear=[{2}])
     # A row goes there with its weight, and its result comes back.
-    return _routed(call, spec, choices, loops.shapes[0][1] + out_width + 1)
+    return _routed(call, spec, choices, width=loops.shapes[0][1] + out_width + 1)
 
 
 def _gradient(call: Call) -> Spec:
-    """Return the spec of the backward of routed experts."""
+    """Return the spec of the backward of routed experts: from the gradient of their result and their operands (tokens,
+    chosen experts, weights, parameters) to the gradients of tokens, weights and parameters.
+    """
     loops = Loops(call)
     choices = loops.shapes[2][1]
+    # Widths: ``o`` of the gradient, ``d`` of the tokens, ``k`` of the chosen experts and of the weights.
     operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4)
     spec = loops.spec(operands, [operands[1], *operands[3:]], linear=[{0}])
-    return _routed(call, spec, choices, loops.shapes[0][1] + loops.shapes[1][1] + 1)
+    # A gradient's row goes there; the gradients of its token and of its weight come back.
+    return _routed(call, spec, choices, width=loops.shapes[0][1] + loops.shapes[1][1] + 1)
 
 
 # --- on one rank
@@ -157,12 +171,17 @@ class _Exchange:
     def _exchange(
         self, tensors: list[Emitted], sends: Emitted | None, receives: Emitted | None, rows: int
     ) -> list[Emitted]:
-        """Emit an exchange of rows and the wait for it, and return the received rows; ``sends``, ``receives``: rows per
-        rank, or None for blocks of equal size.
+        """Emit an exchange of the rows of ``tensors`` and the wait for it; return the received rows.
+
+        Args:
+            sends, receives: number of rows to and from each rank; None for blocks of equal size.
+            rows: rows of the buffer that receives them, unless in blocks.
         """
         if sends is None:
+            # There is one block for each rank, of equal size in both directions.
             return [_exchanged(self.local, x, self.rows // self.of.ranks) for x in tensors]
         call, (_, group) = self.local.builder.call, self.local.builder.group(_sent_axes(self.local))
+        # All tensors in one op, so that small rows share messages.
         out = call(SEND_ROWS, tensors, sends, receives, rows, group)
         return [call(WAIT, x) for x in _unpack(self.local, out, len(tensors))]
 
@@ -219,7 +238,7 @@ def _sort_keys(local: Local, sent: tuple[str, ...], index: Emitted) -> tuple[Emi
     else:
         key = _from_digits(local, [(radix, digit) for _, radix, digit in by_rank], expert)
     ranks, experts_per_rank = prod(mesh.size(axis) for axis in sent), layout.local_shape[0]
-    if reachable is not None:
+    if reachable is not None:  # the others get a key larger than all, to be sorted last
         last = call(aten.full_like.default, key, ranks * experts_per_rank)
         key = call(aten.where.self, reachable, key, last)
     return key, reachable, ranks, experts_per_rank
@@ -252,8 +271,9 @@ def _exchanged(local: Local, x: Emitted, rows: int) -> Emitted:
 
 
 def _all_ranks(local: Local) -> tuple[tuple[str, ...], int]:
-    """Return (all axes of the mesh, number of its ranks)."""
+    """Return (all axes of the mesh that have ranks, number of ranks)."""
     mesh = local.operands[0].mesh
+    # The microbatches on the axis `Mesh.time` follow one another on each rank.
     axes = tuple(axis for axis in mesh.axes if axis != mesh.time)
     return axes, prod(mesh.size(axis) for axis in axes)
 
@@ -267,15 +287,20 @@ def _recorded_choices(local: Local) -> Emitted:
     on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
     split = sorted(on_ranks, key=mesh.order)
     over = local.builder.group(tuple(split))[1] if split else ""
-    # True sizes are listed by dims of all operands.
+    # `Local.true_size` numbers dims through all operands; dim 0 of the first parameter has the experts.
     first = local.call.position("params") or 0
-    dims = sum(len(operand.shape) for operand in local.call.operands[:first])
-    experts_in_all = local.true_size(dims, local.call.operands[first].shape[0])
+    dims_before = sum(len(operand.shape) for operand in local.call.operands[:first])
+    experts_in_all = local.true_size(dims_before, local.call.operands[first].shape[0])
     return local.builder.call(expert_ops.NOTED, local.operand("index"), experts_in_all, over)
 
 
 def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choices:
-    """Emit the ops that sort the choices of some tokens by the ranks of their experts; return them as `_Choices`."""
+    """Emit the ops that sort the choices of some tokens by the ranks of their experts; return them as `_Choices`.
+
+    Args:
+        x: the tokens [t, d].
+        index, weight: number and routing weight of each chosen expert [t, k].
+    """
     call = local.builder.call
     key, mine, ranks, experts = _sort_keys(local, _sent_axes(local), index)
     tokens, choices = local.builder.shape(index)
@@ -291,24 +316,32 @@ def _exact_exchange(local: Local, of: _Choices) -> tuple[_Exchange, Emitted]:
     of rows that come from each rank for each expert).
     """
     call = local.builder.call
-    counts = call(expert_ops.COUNTS, of.ends)
+    counts = call(expert_ops.COUNTS, of.ends)  # of each expert of each rank: [ranks * experts]
     came = _exchanged(local, counts, of.experts)
     sends, receives = (
         call(aten.sum.dim_IntList, call(aten.reshape.default, n, [of.ranks, of.experts]), [1]) for n in (counts, came)
     )
-    return _Exchange(local, of, of.ranks * of.most, of.order, of.back, sends, receives), came
+    # The buffer's size is fixed when the graph is built, so it has room for the most that all ranks can send.
+    buffer = of.ranks * of.most
+    return _Exchange(local, of, buffer, take=of.order, home=of.back, sends=sends, receives=receives), came
 
 
 def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Exchange, Emitted]]:
     """Emit exchanges in which each rank sends each other rank a block of fixed size, so that the host need not wait for
     the row counts. Return, for each chunk, (the exchange, number of rows that come from each rank for each expert).
+
+    Args:
+        every: the choices of each chunk of tokens.
     """
     call, (axes, ranks) = local.builder.call, _all_ranks(local)
     _, everywhere = local.builder.group(axes)
     out, fullest = [], None
+    # Rows of a block: ``bound`` times those of an even load, but no more than can go to one rank. The same for all
+    # chunks, so that the fullest block of all tells whether any rows had no room.
     block = max(min(of.most, ceil(local.call["bound"] * of.tokens * of.choices / of.ranks)) for of in every)
     for of in every:
         blocks = call(expert_ops.BLOCKS, of.order, of.back, of.ends, of.ranks, block)
+        # Choice in each row, row of each choice, rows for each expert of each rank, choices for the busiest rank.
         take, home, counts, most = _unpack(local, blocks, 4)
         fullest = most if fullest is None else call(aten.maximum.default, fullest, most)
         out.append((_Exchange(local, of, of.ranks * block, take, home), counts))
@@ -322,32 +355,37 @@ def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
     """Emit the ops that sort this rank's rows by expert. If some axis splits both tokens and experts, also emit the
     exchange of rows between ranks. Yield the `_Rows` of each chunk of tokens.
 
-    The exchanges of all chunks are under way when the first is yielded; those of later chunks are not waited for.
+    The exchanges of all chunks are emitted before the first is yielded, so that those of later chunks can overlap with
+    the experts of earlier ones.
     """
     call = local.builder.call
     x, index, weight = local.operand("x"), _recorded_choices(local), local.operand("weight")
     # Ranks that split the experts alone have the same tokens, and each computes a share of the rows.
     mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent_axes(local))
     divided = prod(mesh.size(axis) for axis in unsent)
+    # Choices are numbered token by token, so choice number // choices per token is the token.
     if not _sent_axes(local):
         of = _choices(local, x, index, weight)
         take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
         scale = call(aten.index_select.default, of.scale, 0, of.order)
-        yield _Rows(of, x, take, scale, of.ends, -(-of.tokens * of.choices // divided), of.back)
+        yield _Rows(of, x, take, scale, of.ends, expected=-(-of.tokens * of.choices // divided), places=of.back)
         return
     parts = zip(*(_chunks(local, tensor) for tensor in (x, index, weight)), strict=True)
     every = [_choices(local, *tensors) for tensors in parts]
     bounded = local.call["bound"] != 0
     arriving = []
+    # ``came``: number of rows that come from each rank for each expert.
     for sent, came in _bounded_exchanges(local, every) if bounded else [_exact_exchange(local, of) for of in every]:
         token = call(aten.div.Tensor_mode, sent.take, sent.of.choices, rounding_mode="floor")
         rows = [call(aten.index_select.default, x, 0, at) for x, at in ((sent.of.x, token), (sent.of.scale, sent.take))]
         arriving.append((sent, came, sent.go(rows)))
     for sent, came, (received, scale) in arriving:
         of = sent.of
+        # Rows arrive sorted by rank; here they are sorted by expert.
         arrived = call(expert_ops.ARRIVED, came, of.ranks, sent.rows, bounded)
         take, places, ends = _unpack(local, arrived, 3)
         scale = call(aten.index_select.default, scale, 0, take)
+        # With even loads, as many rows come as this rank sends.
         yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // divided), places, sent)
 
 
@@ -369,14 +407,15 @@ def _unpack(local: Local, outputs: Emitted, count: int) -> list[Emitted]:
 
 
 def _by_token(local: Local, sent: _Exchange, returned: Emitted, summed: bool) -> Emitted:
-    """Return ``returned``, the rows that `_Sent.back` returned (one per choice of an expert for a token), in the order
-    of tokens. ``summed``: the rows of a token's choices are summed, [t, width]; else each row is one number, [t, k].
+    """Return ``returned``, the rows that `_Exchange.back` returned (one per choice of an expert for a token), in the
+    order of tokens. ``summed``: the rows of a token's choices are summed, [t, width]; else each row is one number, [t,
+    k].
     """
     call, of = local.builder.call, sent.of
     width = local.builder.shape(returned)[1]
     out = call(aten.index_select.default, returned, 0, sent.home)
     out = call(aten.reshape.default, out, [of.tokens, of.choices, width])
-    # Choices that are not ``mine`` are computed by ranks with the same tokens and other experts.
+    # Choices that are not ``mine`` are computed by ranks with the same tokens and other experts: no rows came back.
     if of.mine is not None:
         mask = call(aten.unsqueeze.default, of.mine, 2)
         out = call(aten.where.self, mask, out, call(aten.full_like.default, out, 0))
@@ -384,8 +423,10 @@ def _by_token(local: Local, sent: _Exchange, returned: Emitted, summed: bool) ->
 
 
 def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
-    """Emit the routing and the experts of a forward; return (rows of each chunk, results of each chunk). The backward
-    op of the same call uses them, too.
+    """Emit the routing and the experts of a forward; return (rows of each chunk, results of each chunk). The results
+    are those of `shardc.custom_ops.expert_ops.RUN`: one row for each row of `_Rows.x`, and what the experts save.
+
+    The backward op calls this too. If its operands are those of the forward op, it gets the same nodes.
     """
     body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
@@ -401,14 +442,16 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
             outputs.append(_unpack(local, computed, 1 + len(body_of(body).saved)))
         return every, outputs
 
+    # ``body`` names the function of an expert; the operands are nodes, which the backward op shares.
     return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
 
 
 def _host_may_wait(rows: _Rows) -> bool:
-    """Return whether the experts' kernel may let the host wait for the number of ``rows``; False if they were received
-    in blocks of fixed size.
+    """Return whether the experts' kernel may let the host wait for the number of ``rows``. It may not if they came in
+    blocks of fixed size, which are there to avoid such waits.
     """
-    return rows.sent is None or rows.sent.sends is not None
+    in_blocks = rows.sent is not None and rows.sent.sends is None
+    return not in_blocks
 
 
 def _call_local(local: Local) -> Emitted:
@@ -416,14 +459,14 @@ def _call_local(local: Local) -> Emitted:
     call = local.builder.call
     every, outputs = _forward(local)
     exchanges = [rows.sent for rows in every if rows.sent is not None]
-    if not exchanges:
+    if not exchanges:  # one chunk, whose result is by token already
         return outputs[0][0]
     back = [sent.back([result])[0] for sent, (result, *_) in zip(exchanges, outputs, strict=True)]
     out = _joined(local, [_by_token(local, sent, x, summed=True) for sent, x in zip(exchanges, back, strict=True)])
-    if (first := exchanges[0]).most is None:
+    if (first := exchanges[0]).most is None:  # not in blocks: all rows had room
         return out
     _, ranks = _all_ranks(local)
-    # Rows that found no room are missing: the output then is NaN instead of wrong.
+    # Rows that had no room in their block are missing: the output then is NaN instead of wrong.
     room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype
     return call(aten.mul.Tensor, out, call(expert_ops.WITHIN, first.most, room, ranks, dtype))
 
@@ -438,27 +481,33 @@ def _gradient_local(local: Local) -> Emitted:
     call = local.builder.call
     every, outputs = _forward(local)
     params = list(local.operand("params"))
+    # Gradients of the rows, one tensor per chunk. All are sent before the first is used, so that the exchange of a
+    # later chunk can overlap with the experts of an earlier one.
     grads = []
     for rows, grad in zip(every, _chunks(local, local.operand("grad")), strict=True):
         if rows.sent is None:
             grads.append(grad)
             continue
+        # Choices are numbered token by token: this is the token of each row.
         token = call(aten.div.Tensor_mode, rows.sent.take, rows.of.choices, rounding_mode="floor")
         grads += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
+    # Of each chunk: (exchange, rows that it returns), and its term of the gradients of the parameters.
     chunks, terms = [], []
     for rows, (_, *saved), grad in zip(every, outputs, grads, strict=True):
         computed = call(
             expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
             _host_may_wait(rows), local.call["body"],
         )  # fmt: skip
-        dx, scale, *of_params = _unpack(local, computed, 2 + len(params))
+        dx, dscale, *of_params = _unpack(local, computed, 2 + len(params))
         terms.append(of_params)
-        scale = call(aten.index_select.default, scale, 0, rows.places)
-        if rows.sent is None:
+        # From the order of experts to that in which the rows came (without an exchange: of the choices).
+        dscale = call(aten.index_select.default, dscale, 0, rows.places)
+        if rows.sent is None:  # the only chunk
             of = rows.of
-            return [dx, call(aten.reshape.default, scale, [of.tokens, of.choices]), *of_params]
-        chunks.append((rows.sent, rows.sent.back([dx, scale])))
+            return [dx, call(aten.reshape.default, dscale, [of.tokens, of.choices]), *of_params]
+        chunks.append((rows.sent, rows.sent.back([dx, dscale])))
     of_params = [reduce(partial(call, aten.add.Tensor), parts) for parts in zip(*terms, strict=True)]
+    # Gradients of a token's rows are summed; each choice has a gradient of its weight.
     results = [
         _joined(local, [_by_token(local, sent, back[at], summed) for sent, back in chunks])
         for at, summed in enumerate((True, False))
