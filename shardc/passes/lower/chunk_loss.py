@@ -56,6 +56,7 @@ class ChunkLoss:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         heads = _last_products(gm.graph)
+        # Without a plan entry, the model's own calls of ``linear_cross_entropy`` decide.
         chunks = self.chunks if self.cause else max(map(_chunks_in_model, heads), default=1)
         if chunks == 1 or not heads:
             return gm
@@ -64,7 +65,7 @@ class ChunkLoss:
             _Loops(gm.graph, region).run()
             gm.graph.lint()
             gm.recompile()
-        elif ir.placeholders(gm.graph, "tangent"):
+        elif ir.placeholders(gm.graph, "tangent"):  # in training: an inference may well return logits
             warnings.warn(ShardcWarning(str(self._error(heads[0], region))), stacklevel=2)
         return gm
 
@@ -97,7 +98,8 @@ def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str
     if other is not None:
         return f"{other} computes them, which has no chunks"
     rows = gcd(*(ir.value(head).shape[0] for head in heads))
-    # Chunks of all rows; or, where a view has a dim of sequences, chunks of each sequence.
+    # Chunks of all rows (1). Or, where a user of the logits views rows as [sequences, length, ...], chunks of each
+    # sequence (as many as there are sequences).
     views = (ir.value(user).shape for head in heads for user in head.users if ir.is_tensor(user))
     outers = dict.fromkeys((1, *(shape[0] for shape in views if len(shape) > 2)))
     reasons = []
@@ -107,7 +109,8 @@ def _region(graph: fx.Graph, heads: list[fx.Node], chunks: int) -> _Region | str
             if (reason := region.obstacle()) is None:
                 return region
             reasons.append(reason)
-    # Some are only of chunks that do not fit a view; that logits are an output is true of all.
+    # The reason that logits are an output goes first: it is true of any chunks. Others may be true of some only, such
+    # as of chunks that do not fit a view.
     reasons.sort(key=lambda reason: not reason.endswith(_OUTPUT))
     return next(iter(reasons), f"{rows} rows of each rank have no divisor from {chunks} to {4 * chunks}")
 
@@ -137,6 +140,13 @@ class _Region:
         totals: node that is a sum over rows, so over the chunks -> the chunks of its operands.
         ends: the products that compute the gradient of the rows ``x``.
         copied: nodes in ``cuts`` that do not depend on logits. Nodes outside of the region read them uncut.
+        rows: number of rows of the logits.
+        least: number of elements of the smallest logits.
+
+    Args:
+        heads: the products that compute logits.
+        count: number of chunks.
+        outer: 1 for chunks of all rows; the number of sequences for chunks of each sequence (`ChunkSpec.outer`).
     """
 
     def __init__(self, graph: fx.Graph, heads: list[fx.Node], count: int, outer: int) -> None:
@@ -147,6 +157,7 @@ class _Region:
         self.totals: dict[fx.Node, Operands] = {}
         self.ends: set[fx.Node] = set()
         self.copied: set[fx.Node] = set()
+        # From the logits on, in the graph's order: what can be computed in chunks follows from its operands.
         for node in graph.nodes:
             if node in heads:
                 size = ir.value(node).shape[0]
@@ -161,22 +172,24 @@ class _Region:
     def obstacle(self) -> str | None:
         """Returns why the region cannot be computed chunk by chunk, so that logits stay whole; None if it can.
 
-        A node in the region must not need results of all chunks of its phase (forward or backward). A node outside
-        must not read values as wide as logits.
+        A node in the region must not need results of all chunks of its phase (forward or backward), which exist only
+        when the phase's loop has ended. A node outside must not read values as wide as logits: they would be joined.
         """
         late: set[fx.Node] = set()  # nodes outside the region that need results of all chunks of their phase
         for node in self.graph.nodes:
-            chunked = [x for x in node.all_input_nodes if self.has(x) and x not in self.copied]
+            chunked = [x for x in node.all_input_nodes if self.has(x) and x not in self.copied]  # these exist in chunks
             wide = next((x for x in chunked if x in self.cuts and self.is_wide(x)), None)
             if node.op == "output":
                 if wide is not None:
                     return f"%{ir.info(wide).name} {_OUTPUT}"
                 continue
             phase = ir.info(node).origin.phase
+            # Backward may read all of what forward computed: its loop is another one.
             same_phase = [x for x in node.all_input_nodes if ir.info(x).origin.phase == phase]
             if self.has(node):
                 need = self.totals.get(node) or operands(node, self.cuts[node])
                 assert need is not None
+                # A chunk of ``node`` would read all of an operand, or other chunks than the operand has.
                 if any(x in late or (x in chunked and self.cuts.get(x) != need[x]) for x in same_phase):
                     return f"%{ir.info(node).name} needs a value of all rows"
                 continue
@@ -192,7 +205,7 @@ class _Region:
 
     def is_wide(self, node: fx.Node) -> bool:
         """Returns whether ``node`` has more than one element per row, as logits have, and is not a result of the
-        region.
+        region (a gradient of the rows ``x``, in ``ends``).
         """
         return _numel(node) > self.rows and node not in self.ends
 
@@ -200,6 +213,7 @@ class _Region:
         """Adds ``node`` to the region if it reads chunked values and can be computed chunk by chunk, or as a sum over
         chunks.
         """
+        # What reads nothing but results of the region (``ends``) is outside of it.
         read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts and x not in self.ends}
         if not read:
             return
@@ -208,6 +222,7 @@ class _Region:
             # A product ends the region: its result (the gradient of rows) is no longer as wide as logits.
             if node.target in PRODUCTS:
                 self.ends.add(node)
+        # A sum of one element per row (the rows' losses) stays outside: it reads the joined chunks, at little cost.
         elif any(map(self.is_wide, read)) and (need := total_operands(node, read)) is not None:
             self.totals[node] = need
 
@@ -216,18 +231,20 @@ class _Region:
         to any. There is nothing to gain from cutting these into chunks.
         """
         useful: set[fx.Node] = set(self.totals)
-        for node in reversed(self.cuts):
+        for node in reversed(self.cuts):  # users before operands
             phase = ir.info(node).origin.phase
-            onward = any(user in useful and ir.info(user).origin.phase == phase for user in node.users)
-            if onward or any(map(self.is_wide, [node, *(x for x in node.all_input_nodes if x in self.cuts)])):
+            # Within a phase: what backward reads of forward it may read as a whole.
+            leads_to_useful = any(user in useful and ir.info(user).origin.phase == phase for user in node.users)
+            read = [x for x in node.all_input_nodes if x in self.cuts]
+            if leads_to_useful or any(map(self.is_wide, [node, *read])):
                 useful.add(node)
         self.cuts = {node: cut for node, cut in self.cuts.items() if node in useful}
 
     def _add_operands(self) -> None:
         """Adds operands of the region's nodes to it, such as masks and one-hot targets, if they are as large as logits
-        or computed from values as large.
+        or computed from values as large. They would otherwise be in memory as a whole.
         """
-        for node in reversed(self.graph.nodes):
+        for node in reversed(self.graph.nodes):  # so that operands of added operands are added, too
             if (
                 node.op != "call_function"
                 or self.has(node)
@@ -240,6 +257,7 @@ class _Region:
             # Readers outside of the region need it whole anyway.
             if not self._is_large(node) and len(readers) < len(node.users):
                 continue
+            # The chunks that its readers want: it has to be cut in one way for all of them.
             wanted = {need[node] for user in readers if (need := operands(user, self.cuts[user])) is not None}
             cut = wanted.pop() if len(wanted) == 1 else None
             if cut is not None and operands(node, cut) is not None:
@@ -266,27 +284,28 @@ class _Loops(ChunkRewriter):
 
     def run(self) -> None:
         """Replaces the region's nodes by loops over chunks: in forward and in backward, one loop stands where the last
-        of its nodes stood.
+        of its nodes stood. Other nodes read the joined chunks, and stand behind the loop if they read any.
         """
-        mine = [node for node in self.graph.nodes if self.region.has(node) or node in self.casts.values()]
-        last = {ir.info(node).origin.phase: node for node in mine}
-        loop: dict[fx.Node, None] = {}  # nodes of the phase so far
-        late: dict[fx.Node, None] = {}  # other nodes that read these
+        replaced = [node for node in self.graph.nodes if self.region.has(node) or node in self.casts.values()]
+        last_of_phase = {ir.info(node).origin.phase: node for node in replaced}
+        loop: dict[fx.Node, None] = {}  # nodes of the phase so far; dicts keep the graph's order
+        late: dict[fx.Node, None] = {}  # nodes outside the region that depend on these
         for node in list(self.graph.nodes):
-            if node in mine:
+            if node in replaced:
                 loop[node] = None
-                if node in last.values():
+                if node in last_of_phase.values():
                     end = node.next
                     self._write(list(loop), end)
                     for reader in late:
                         self._take_joined(reader, end)
-                        end.prepend(reader)
+                        end.prepend(reader)  # moves it behind the loop
                     loop, late = {}, {}
             elif any((x in loop and x not in self.region.copied) or x in late for x in node.all_input_nodes):
-                late[node] = None
+                late[node] = None  # it stands between nodes of the loop, and waits for its end
             else:
                 self._take_joined(node, node)
-        for node in reversed(mine):
+        for node in reversed(replaced):
+            # A copied node that others read stays beside its chunks.
             if node not in self.region.copied or not node.users:
                 self.graph.erase_node(node)
 
@@ -295,13 +314,15 @@ class _Loops(ChunkRewriter):
         next chunk, and so on.
         """
         region, backward = self.region, ir.info(loop[0]).origin.phase == "backward"
-        read = {x: None for node in loop for x in node.all_input_nodes}
-        # The first logits of backward wait for a tangent, so that they are not computed in forward.
+        read = {x: None for node in loop for x in node.all_input_nodes}  # a set in order
+        # What logits of the next chunk wait for (see `_piece`). The first ones of backward wait for a value that
+        # depends on a tangent, so that they are not computed in forward.
         self.done = [x for x in read if x in self.tangents and not region.has(x)][:1] if backward else []
+        # What a chunk leaves behind: a chunk is done when this is computed.
         results = [x for x in loop if x in self.cuts and (x in region.ends or not region.is_wide(x))]
         results = [x for x in results if any(user not in loop for user in x.users)]
         for number in range(self.count):
-            self.recomputed = {}
+            self.recomputed = {}  # pieces of the chunk before are read no more
             for x in read if backward else ():
                 if self._is_recomputed(x):
                     self._recomputed_piece(x, number, before)
@@ -320,10 +341,10 @@ class _Loops(ChunkRewriter):
         sum over the earlier chunks.
         """
         cast, need = self.casts.get(node), self.region.totals[node]
-        result = node if cast is None else cast
+        result = node if cast is None else cast  # terms are cast, then added, so that the sum has the wider dtype
         total, self.phase = self.sums.get(result), ir.info(node).origin.phase
         args = fx.map_arg(node.args, lambda x: self._operand(x, need[x], number, before))
-        # The product adds to the sum by itself.
+        # A product adds to the sum by itself (addmm).
         if total is not None and cast is None and node.target is aten.mm.default:
             self.sums[node] = self._emit(before, node, aten.addmm.default, total, *args)
             return
@@ -333,7 +354,9 @@ class _Loops(ChunkRewriter):
         self.sums[result] = term if total is None else self._emit(before, result, aten.add.Tensor, total, term)
 
     def _is_recomputed(self, x: fx.Node) -> bool:
-        """Returns whether backward recomputes ``x``; otherwise it reads forward's result."""
+        """Returns whether backward recomputes ``x``: a value of forward as wide as logits, which is not saved. Of other
+        values it reads forward's result.
+        """
         return x in self.cuts and ir.info(x).origin.phase == "forward" and self.region.is_wide(x)
 
     def _recomputed_piece(self, x: fx.Node, number: int, before: fx.Node) -> fx.Node:
@@ -349,19 +372,19 @@ class _Loops(ChunkRewriter):
         """
         piece = super()._piece(node, number, before, phase)
         if node in self.region.heads and self.done:
-            rows = piece.args[-2]
+            rows = piece.args[-2]  # of (rows, weight), or (bias, rows, weight)
             piece.replace_input_with(rows, self._emit(piece, node.args[-2], AFTER, rows, list(self.done)))
         return piece
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """Return ``x`` as a whole: the original node if it was kept beside its chunks, else a concatenation of the
+        """Returns ``x`` as a whole: the original node if it was kept beside its chunks, else a concatenation of the
         chunks.
         """
         return x if x in self.region.copied else super()._join(x, before)
 
     def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
-        """Return chunk ``number`` of the operand ``x``, divided as in ``cut``. In backward, values as wide as logits
-        are recomputed for the chunk.
+        """Returns chunk ``number`` of the operand ``x``, divided as in ``cut``; all of ``x`` if that is None. In
+        backward, values as wide as logits are recomputed for the chunk.
         """
         if self.phase == "backward" and self._is_recomputed(x) and self.cuts[x] == cut:
             return self._recomputed_piece(x, number, before)

@@ -41,7 +41,7 @@ class BoundDigit(NamedTuple):
 
 def lower_collective(step: Step, x: object, builder: Builder) -> object:
     """Emits ``step`` on the local tensor ``x``, a shard at ``step.src``; returns the shard at ``step.dst``."""
-    if step.src.numel == 0:
+    if step.src.numel == 0:  # no elements to send, but maybe another shape
         return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
     emit, _ = _LOWERINGS[step.kind]
     return emit(step, x, builder)
@@ -49,10 +49,13 @@ def lower_collective(step: Step, x: object, builder: Builder) -> object:
 
 def bound_digits(src: Layout, dst: Layout) -> list[BoundDigit]:
     """Divides the dims of a tensor so finely that each digit is split by at most one axis both in ``src`` and in
-    ``dst``; returns a `BoundDigit` for each digit.
+    ``dst``; returns a `BoundDigit` for each digit, those of dim 0 first, major to minor.
+
+    A dim (2@a 4) that becomes (4@b 2) has the digits (2, a, b:1x2), (2, None, b:2x2) and (2, None, None).
     """
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
+        # Each is cut at the strides at which the other has a boundary, so that digits correspond one to one.
         fine_before = refine(src.mesh, before, strides(after))
         assert fine_before is not None, f"{src} and {dst} have no common refinement"
         fine_after = refine(src.mesh, after, strides(fine_before))
@@ -73,9 +76,9 @@ def _wait(builder: Builder, x: object) -> object:
 
 def _to_front(step: Step, x: object, builder: Builder) -> object:
     """Rearranges the local tensor ``x`` for a collective that splits dims: the digits that ``step`` splits become its
-    leading dims. Returns the result.
+    leading dims. Returns the result, which is viewed with one dim per local digit; ``x`` itself if they lead already.
 
-    These are factors of its dims, in mesh order; the other factors follow.
+    The leading dims are in mesh order, as ranks are numbered in a group; the other digits follow in their order.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.before is None]
     # The digits that were split before are not dims of the local tensor.
@@ -95,15 +98,14 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Rearranges the result ``x`` of a collective that gathers dims: its leading dims become digits inside of the
-    tensor's dims again. Returns the local tensor after ``step``.
-
-    It has a leading dim for each axis over which the step stops splitting it.
+    """Rearranges the result ``x`` of a collective that gathers dims: its leading part, one digit for each axis that
+    ``step`` unbinds, in mesh order, moves to the digits' places inside of the tensor's dims. Returns the local tensor
+    after ``step``.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.after is None]
     # Digits that stay split are not dims of the local tensor.
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
-    order = freed + [k for k in range(len(digits)) if k not in freed]
+    order = freed + [k for k in range(len(digits)) if k not in freed]  # of the digits, as they lie in ``x``
     if order != sorted(order):
         x = _reshape(builder, x, [digits[k].radix for k in order])
         x = builder.call(aten.permute.default, x, [order.index(k) for k in range(len(order))])
@@ -129,6 +131,7 @@ def _with_leading(builder: Builder, x: object, size: int) -> object:
     """Returns ``x`` with a first dim that ``size`` divides, as collectives need it: ``x`` itself, or ``x`` reshaped to
     [``size``, the rest].
     """
+    # A collective cuts a tensor along its first dim: in equal runs of its elements, whichever of the shapes it has.
     shape = builder.shape(x)
     if shape and shape[0] % size == 0:
         return x
@@ -153,8 +156,8 @@ def _all_to_all(step: Step, x: object, builder: Builder) -> object:
 
 
 def _permute_ranks(step: Step, x: object, builder: Builder) -> object:
-    """Emits an exchange in which each rank sends its whole shard to another rank; returns the shard that this rank
-    receives.
+    """Emits an exchange in which each rank sends its whole shard to another rank (`destinations`); returns the shard
+    that this rank receives.
     """
     _, name = builder.group(step.axes)
     x = builder.call(torch.ops.shardc.permute_ranks.default, x, list(destinations(step)), name)
@@ -167,15 +170,16 @@ def destinations(step: Step) -> tuple[int, ...]:
 
     Ranks that already hold the shard of ``step.dst`` keep it; the others are matched in order.
     """
-    ranks = step.src.mesh.group(step.axes, 0)
+    ranks = step.src.mesh.group(step.axes, 0)  # the group of rank 0 stands for all
+    # A shard is identified by the global index of its first element. Several ranks may hold the same shard.
     have = [_origin(step.src, rank) for rank in ranks]
     want = [_origin(step.dst, rank) for rank in ranks]
-    out = {k: k for k in range(len(ranks)) if have[k] == want[k]}
-    takers: dict[tuple[int, ...], list[int]] = {}
+    keeps = {k for k in range(len(ranks)) if have[k] == want[k]}
+    takers: dict[tuple[int, ...], list[int]] = {}  # shard -> positions of the ranks that need and lack it
     for k in range(len(ranks)):
-        if k not in out:
+        if k not in keeps:
             takers.setdefault(want[k], []).append(k)
-    return tuple(out[k] if k in out else takers[have[k]].pop(0) for k in range(len(ranks)))
+    return tuple(k if k in keeps else takers[have[k]].pop(0) for k in range(len(ranks)))
 
 
 def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
@@ -187,8 +191,8 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _shard(step: Step, x: object, builder: Builder) -> object:
-    """Emits the local slices of ``x`` that a step takes: along each digit of a dim that the step splits, the index of
-    this rank. Returns the slice.
+    """Emits the local slice of ``x`` that a step takes: ``x`` is viewed with one dim per digit, and of each digit that
+    the step splits, this rank's index is selected. Returns the slice. Nothing is sent.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.before is None]
     # The digits that were split before are not dims of the local tensor.
@@ -215,8 +219,8 @@ def _to_partial(step: Step, x: object, builder: Builder) -> object:
     """
     if step.op not in ("sum", "product"):
         return x
-    others = builder.call(aten.ne.Scalar, builder.coordinate(step.axes), 0)
-    if not step.dst.ndim:
+    others = builder.call(aten.ne.Scalar, builder.coordinate(step.axes), 0)  # a mask of shape [1], which broadcasts
+    if not step.dst.ndim:  # except to a scalar
         others = _reshape(builder, others, ())
     return builder.call(aten.masked_fill.Scalar, x, others, 0 if step.op == "sum" else 1)
 
@@ -268,7 +272,7 @@ class Collectives:
 
     def _lower(self, reshard: fx.Node, rewriter: GraphRewriter) -> None:
         """Replaces one reshard by its steps."""
-        last = reshard.args[0]
+        last = reshard.args[0]  # the value so far: the reshard's input, then the result of each step
         assert isinstance(last, fx.Node)
         record = replace(info(reshard), name=info(last).name)
         plan = self._steps(layout(last), layout(reshard), value(reshard).itemsize)
@@ -281,10 +285,11 @@ class Collectives:
 
     def _steps(self, src: Layout, dst: Layout, itemsize: int) -> tuple[Step, ...]:
         """Returns the cheapest steps from ``src`` to ``dst``. With ``per_microbatch``, a pending sum over microbatches
-        is done last if other steps split the value into shards.
+        is done last if other steps split the value into shards: shards are added up then, not whole values.
         """
-        time, pending = src.mesh.time, dict(src.partial)
-        if not (self.per_microbatch and time in pending and set(dst.bound) - set(src.bound)):
+        time, pending = src.mesh.time, dict(src.partial)  # ``time``: the axis of microbatches
+        is_split = bool(set(dst.bound) - set(src.bound))
+        if not (self.per_microbatch and time in pending and is_split):
             return steps(src, dst, itemsize, self.cost)
         shards = dst.with_partial([time], pending[time])
         return (*steps(src, shards, itemsize, self.cost), Step("all_reduce", (time,), pending[time], shards, dst))

@@ -81,7 +81,7 @@ class Decompose:
         starts = [node for node in gm.graph.nodes if node in before_products and _is_of_activations(node)]
         counts = PIECES if self.pieces == "auto" else (int(self.pieces),)
         options = (self._try_chunks(gm.graph, starts, count) for count in counts)
-        _, chosen, reasons = max(options, key=itemgetter(0))  # on a tie the first
+        _, chosen, reasons = max(options, key=itemgetter(0))  # most seconds saved; on a tie the fewest chunks
         if self.report is not None:
             for node in starts:
                 record, count = ir.info(node), chosen.count if node in chosen.cuts else 1
@@ -95,22 +95,27 @@ class Decompose:
     def _try_chunks(
         self, graph: fx.Graph, starts: list[fx.Node], count: int
     ) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """Tries ``count`` chunks for the collectives ``starts``. Returns (seconds saved, the nodes to compute in
-        chunks, collective -> reason for its decision).
+        """Plans the split of the collectives ``starts`` into ``count`` chunks each; the graph is not changed. Returns
+        (predicted seconds saved, the nodes to compute in chunks, collective -> reason for its decision).
+
+        With ``pieces`` "auto" those collectives are left out that would take about as long, or longer, in chunks.
         """
         cuts = _Cuts(graph, count, starts)
         reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
-        if self.pieces != "auto":
+        if self.pieces != "auto":  # a fixed number of chunks needs no prediction
             return 0.0, cuts, reasons
         saved, paying = 0.0, []
         for node in starts:
-            if node not in cuts.cuts:
+            if node not in cuts.cuts:  # it cannot be split: `cuts.stopped` has the reason
                 continue
-            whole, pieces = self._seconds(cuts, node)
-            reasons[node] = f"{count} pieces take {1e6 * pieces:,.0f} us, and whole it takes {1e6 * whole:,.0f} us"
-            if pieces < _PAYS * whole:
-                saved += whole - pieces
+            whole_seconds, chunked_seconds = self._seconds(cuts, node)
+            reasons[node] = (
+                f"{count} pieces take {1e6 * chunked_seconds:,.0f} us, and whole it takes {1e6 * whole_seconds:,.0f} us"
+            )
+            if chunked_seconds < _PAYS * whole_seconds:
+                saved += whole_seconds - chunked_seconds
                 paying.append(node)
+        # Again, for the paying ones only: ops that are beside none of these stay whole.
         return saved, _Cuts(graph, count, paying), reasons
 
     def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
@@ -126,7 +131,7 @@ class Decompose:
         assert kind is not None
         before, behind = cuts.beside(node)
         beside = cuts.seconds_beside(node, self._product_seconds)
-        times = []
+        times = []  # [unsplit, in chunks]
         for n in (1, cuts.count):
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
             # A product beside several collectives is shared out among them.
@@ -134,7 +139,8 @@ class Decompose:
                 sum(self._product_seconds(x, n) / cuts.sharers[x] for x in products) for products in (before, behind)
             )
             times.append(self._pipelined_seconds(before_seconds, beside, behind_seconds, sent, ranks, n))
-        for x in before | behind:  # chunks that are concatenated
+        # An op that is not computed in chunks reads them concatenated: the copy reads and writes each byte.
+        for x in before | behind:
             if any(user not in cuts.cuts for user in x.users):
                 times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.sharers[x]
         return times[0], times[1]
@@ -142,11 +148,11 @@ class Decompose:
     def _pipelined_seconds(
         self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int
     ) -> float:
-        """Simulates a pipeline of ``count`` chunks and returns its seconds. Each chunk takes ``before`` seconds to
-        compute, ``sent`` to send and ``behind`` to be used.
+        """Simulates a pipeline of ``count`` chunks and returns its seconds. All chunks are computed one after another,
+        each is sent when it is computed and the link is free, and each is consumed when it has arrived.
 
         Args:
-            before, sent, behind: seconds to produce, send and consume a chunk.
+            before, sent, behind: seconds to compute, send and consume one chunk.
             beside: seconds of compute that is scheduled between the collective and its first use.
             ranks: ranks of the collective's group.
             count: number of chunks.
@@ -154,16 +160,16 @@ class Decompose:
         start = share = 0.0
         if isinstance(self.cost, Hardware):  # a rank's own core sends: it starts messages, and is slower beside them
             start, share = self.cost.start_seconds(ranks - 1), self.cost.share
-        busy = start + share * (sent - start)
-        now, link = 0.0, 0.0
+        core_busy = start + share * (sent - start)  # seconds that sending one chunk adds to compute beside it
+        now, link_free = 0.0, 0.0  # the times at which compute and the link are done with what they have so far
         arrivals: list[float] = []
         for _ in range(count):
-            now += before + (busy if arrivals else 0.0)
-            link = max(now, link) + sent
-            arrivals.append(link)
+            now += before + (core_busy if arrivals else 0.0)  # while the first is computed nothing is sent
+            link_free = max(now, link_free) + sent
+            arrivals.append(link_free)
         now += beside
         for at, arrived in enumerate(arrivals):
-            now = max(now, arrived) + behind + (busy if at < count - 1 else 0.0)
+            now = max(now, arrived) + behind + (core_busy if at < count - 1 else 0.0)  # nor while the last is consumed
         return now
 
     def _product_seconds(self, node: fx.Node, count: int = 1) -> float:
@@ -171,9 +177,11 @@ class Decompose:
         operations = flops_of(node)
         if not operations:
             return 0.0
-        *_, x, weight = (x for x in node.all_input_nodes if ir.is_tensor(x))
-        moved = [ir.value(node).nbytes / count if ir.is_tensor(node) else 0, ir.value(x).nbytes / count]
-        return self.compute.compute_seconds(operations / count, sum(moved) + ir.value(weight).nbytes, ir.value(x).dtype)
+        *_, x, weight = (x for x in node.all_input_nodes if ir.is_tensor(x))  # behind a bias, as in addmm
+        # Bytes of rows: those of the result and of ``x``. The weight is read as a whole for each chunk.
+        row_bytes = [ir.value(node).nbytes / count if ir.is_tensor(node) else 0, ir.value(x).nbytes / count]
+        nbytes = sum(row_bytes) + ir.value(weight).nbytes
+        return self.compute.compute_seconds(operations / count, nbytes, ir.value(x).dtype)
 
 
 def _is_of_activations(node: fx.Node) -> bool:
@@ -181,7 +189,8 @@ def _is_of_activations(node: fx.Node) -> bool:
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
-    # Before the gather of a parameter there are only ops of one operand, such as casts.
+    # Before the gather of a parameter there are only ops of one operand, such as casts: up, to a placeholder or an op
+    # of several operands.
     while above.op == "call_function" and len(above.all_input_nodes) == 1:
         (above,) = above.all_input_nodes
     return above.op != "placeholder" or ir.role(above).kind != "param"
@@ -196,6 +205,10 @@ class _Cuts:
         sharers: node -> number of chunked collectives at the ends of its stretch, which share its time.
         stretch: node -> position of the last collective before it, which identifies its stretch.
         stopped: collective -> the reason for which it is not chunked.
+        place: node -> its position in the graph.
+
+    Args:
+        starts: the collectives to split, as far as possible.
     """
 
     def __init__(self, graph: fx.Graph, count: int, starts: list[fx.Node]) -> None:
@@ -203,19 +216,17 @@ class _Cuts:
         self.place = {node: at for at, node in enumerate(graph.nodes)}
         self.stopped: dict[fx.Node, str] = {}
         collectives = list(starts)
-        # Each collective that is left out takes chunks from the ops beside it, and so from others: repeat.
+        # Leaves out collectives beside which no product is cut: there is nothing that could hide them. The ops beside
+        # these are then whole, which may leave other collectives without a product: repeat.
         while True:
             self.cuts: dict[fx.Node, ChunkSpec] = {}
             self._cut_nodes(set(collectives))
             self._prune()
             self.stretch = self._stretches()
-            near = {node: self.beside(node) for node in collectives if node in self.cuts}
-            self.sharers = Counter(x for both in near.values() for x in both[0] | both[1])
-            alone = [
-                node
-                for node, (before, behind) in near.items()
-                if not any(x.target in PRODUCTS for x in before | behind)
-            ]
+            cut = [node for node in collectives if node in self.cuts]
+            near = {node: before | behind for node in cut for before, behind in [self.beside(node)]}
+            self.sharers = Counter(x for ops_beside in near.values() for x in ops_beside)
+            alone = [node for node, ops_beside in near.items() if not any(x.target in PRODUCTS for x in ops_beside)]
             self.stopped |= dict.fromkeys(alone, "no matrix product is beside it")
             if not alone:
                 break
@@ -240,26 +251,26 @@ class _Cuts:
         return sum(seconds(other) for other in nodes if flops_of(other))
 
     def _chunked_neighbours(self, node: fx.Node, up: bool) -> set[fx.Node]:
-        """Returns the chunked ops that ``node`` depends on (``up``) or that depend on it (not ``up``), without passing
-        another collective.
+        """Returns the chunked ops of the stretch of ``node`` that it depends on (``up``) or that depend on it (not
+        ``up``). The search ends at the collectives before and after it.
         """
         seen: set[fx.Node] = set()
         work = [node]
         while work:
             current = work.pop()
             for x in current.all_input_nodes if up else current.users:
-                end = x.target is WAIT if up else collective_kind(x) is not None
-                if x in self.cuts and x not in seen and not end and self.stretch[x] == self.stretch[node]:
+                is_end = x.target is WAIT if up else collective_kind(x) is not None
+                if x in self.cuts and x not in seen and not is_end and self.stretch[x] == self.stretch[node]:
                     seen.add(x)
                     work.append(x)
         return seen
 
     def _stretches(self) -> dict[fx.Node, int]:
-        """Returns chunked node -> position of the last collective that it depends on; -1 for none."""
+        """Returns chunked node -> position of the last collective (of its wait) that it depends on; -1 for none."""
         stretch: dict[fx.Node, int] = {}
-        for node in self.cuts:
+        for node in self.cuts:  # in the graph's order
             last = max((stretch[x] for x in node.all_input_nodes if x in self.cuts), default=-1)
-            stretch[node] = self.place[node] if node.target is WAIT else last
+            stretch[node] = self.place[node] if node.target is WAIT else last  # a wait begins a stretch
         return stretch
 
     # --- the choice of nodes
@@ -279,10 +290,11 @@ class _Cuts:
 
     def _cut_collective(self, node: fx.Node) -> None:
         """Enters a collective in ``cuts``, with the ops that compute its input, or in ``stopped``, with the reason. Of
-        the dims that can be divided, takes the one whose chunks are in the fewest contiguous blocks.
+        the dims that can be divided, takes the one whose chunks are in the fewest contiguous blocks of rows of the
+        matrix products beside the collective.
         """
         source: fx.Node = arguments_of(node)["input"]
-        # Its input is in chunks already, for a collective before it.
+        # Its input is in chunks already, for a collective before it: it takes these, and has no choice of its own.
         if source in self.cuts:
             cut = through(node, {source: self.cuts[source]})
             if cut is None:
@@ -290,31 +302,35 @@ class _Cuts:
             else:
                 self.cuts[node] = cut
             return
-        tried = []
+        tried: list[tuple[tuple[int, bool, int], dict[fx.Node, ChunkSpec]]] = []  # (sort key, cuts)
         for cut in self._divisions(node):
             need = operands(node, cut)
             assert need is not None
-            above: dict[fx.Node, ChunkSpec] = {}
-            part = need[source]
-            assert part is not None
-            has_product = self._follow_to_products_above(source, part, above)
+            source_cut = need[source]
+            assert source_cut is not None
+            above: dict[fx.Node, ChunkSpec] = {}  # filled by the search
+            has_product_above = self._follow_to_products_above(source, source_cut, above)
             below = self._follow_to_products_below(node, cut)
-            rows = [option.outer for x, option in (above | below).items() if x.target in PRODUCTS]
-            if rows:
-                tried.append((max(rows), -has_product, cut.dim, {node: cut} | above))
+            # `outer`: in how many blocks of its rows a chunk of a product lies. Best is one, which is contiguous.
+            blocks = [spec.outer for x, spec in (above | below).items() if x.target in PRODUCTS]
+            if blocks:
+                # On a tie: the input comes from products, so that chunks of it are sent early; the outermost dim.
+                sort_key = (max(blocks), not has_product_above, cut.dim)
+                tried.append((sort_key, {node: cut} | above))  # `_cut_nodes` enters those below when it comes to them
         if tried:
-            self.cuts |= min(tried, key=lambda option: option[:3])[3]
+            self.cuts |= min(tried, key=itemgetter(0))[1]
         elif node not in self.stopped:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
     def _divisions(self, node: fx.Node) -> Iterator[ChunkSpec]:
         """Yields the ways to divide the result of a collective into chunks: a `ChunkSpec` for each dim whose size the
         number of chunks divides (for dim 0 of an all-gather, the size that each rank contributes). A tensor of one dim
-        has none.
+        has none: it has no rows.
         """
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
         for dim, size in enumerate(shape if len(shape) > 1 else ()):
+            # An all-gather joins the ranks' shards along dim 0, and a chunk is a part of each of these shards.
             outer = ranks if dim == 0 else 1
             if size % (outer * self.count) == 0:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
@@ -327,9 +343,11 @@ class _Cuts:
             cut: the chunks of ``node``.
             marks: node -> its chunks, filled with the nodes in between.
         """
-        if node in self.cuts or node in marks:
+        if node in self.cuts or node in marks:  # seen before: it fits if it has the same chunks
             return (self.cuts.get(node) or marks[node]) == cut
+        # Another collective ends the search: it is cut by itself.
         need = None if collective_kind(node) or node.target is WAIT else operands(node, cut)
+        # An operand that is in other chunks already would have to be concatenated first.
         if need is None or any(x in self.cuts and self.cuts[x] != part for x, part in need.items()):
             return False
         parts = [(x, part) for x, part in need.items() if part is not None]
@@ -355,7 +373,9 @@ class _Cuts:
         return cuts
 
     def _prune(self) -> None:
-        """Drops from ``cuts`` the nodes that lead to no chunked product and no chunked collective."""
+        """Drops from ``cuts`` the nodes that lead to no chunked product and no chunked collective: nothing is gained by
+        chunks of these. ``cuts`` is then in the graph's order.
+        """
         useful: set[fx.Node] = set()
         for node in filter(self.cuts.__contains__, reversed(self.graph.nodes)):
             is_end = collective_kind(node) is not None or node.target is WAIT or node.target in PRODUCTS

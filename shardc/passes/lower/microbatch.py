@@ -76,6 +76,7 @@ class Microbatch:
     def __call__(self, gm: fx.GraphModule) -> Phases:
         graph = ir.copied(gm.graph)
         self._check(graph)
+        # Normal form: a reduction over microbatches comes before one over devices, and joins terms that differ.
         self._sum_over_microbatches_first(graph)
         self._scale_by_microbatch(graph)
         self._normalize(graph)
@@ -83,32 +84,35 @@ class Microbatch:
         cut = _Cut(graph, self)
         sums = {cut.name(wait): cut.op(wait) for wait in cut.waits}
         gathered = with_roles(KNOWN, self._gathered(cut))
-        shared: dict[fx.Node, Role] = {x: role for role, x in gathered}
+        shared: dict[fx.Node, Role] = {x: role for role, x in gathered}  # value of all microbatches -> its role
         gathers = LazyGraphModule(gm, cut_out(graph, gathered, {})) if gathered else None
         openings = self._openings(gm, cut, shared)
+        # If a loop before the body reads gathered parameters, they are gathered before it; else by the first forward.
         if gathers is not None and any(loop.takes(shared[x] for _, x in gathered) for loop in openings):
-            openings, gathers = [Loop(None, gathers), *openings], None  # before the first forward
+            openings, gathers = [Loop(None, gathers), *openings], None
         own_results, rest = self._results(graph, cut)
         body = cut_out(graph, own_results, shared)
         self._check_work(openings, cut)
         closing = cut_out(graph, rest, {**shared, **{x: Role(SUM, cut.name(x)) for x in cut.closing}})
         return Phases(
-            tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), sums,
-            LazyGraphModule(gm, graph), gathers,
-            cut.reads_gradients,
+            tuple(openings), LazyGraphModule(gm, body), LazyGraphModule(gm, closing), reduce=sums,
+            joint=LazyGraphModule(gm, graph), gathers=gathers, backward=cut.reads_gradients,
         )  # fmt: skip
 
     def _openings(self, gm: fx.GraphModule, cut: _Cut, shared: dict[fx.Node, Role]) -> list[Loop]:
         """Returns the loops over microbatches before the body. Each makes sums known that terms of the next one need,
         and adds what follows from them to ``shared`` (value -> its role as an argument of later graphs), in place.
+
+        Role `KEPT`: a microbatch's value, which the first loop stores and later loops take. Role `KNOWN`: a value that
+        is the same for all microbatches.
         """
         openings: list[Loop] = []
         carried = with_roles(KEPT, cut.carried())
         for level in range(1, cut.levels + 1):
-            waits = [wait for wait in cut.opening if cut.level[wait] == level]
-            results = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
-            earlier = {x: role for role, x in carried if level > 1}
-            body = cut_out(cut.graph, [*results, *(carried if level == 1 else [])], {**shared, **earlier})
+            waits = [wait for wait in cut.opening if cut.level[wait] == level]  # the sums that this loop computes
+            terms = [(Role(TERM, cut.name(x), at), cut.term(x)) for at, x in enumerate(waits)]
+            taken = {x: role for role, x in carried} if level > 1 else {}
+            body = cut_out(cut.graph, [*terms, *(carried if level == 1 else [])], {**shared, **taken})
             results_once = with_roles(KNOWN, cut.frontier(level))
             once = cut_out(cut.graph, results_once, {**shared, **{x: Role(SUM, cut.name(x)) for x in waits}})
             openings.append(Loop(LazyGraphModule(gm, body), LazyGraphModule(gm, once)))
@@ -128,29 +132,32 @@ class Microbatch:
             )
 
     def _gathered(self, cut: _Cut) -> list[fx.Node]:
-        """Returns the nodes that gather parameters once for all microbatches (they then stay gathered)."""
+        """Returns the results of gathering parameters once for all microbatches (they then stay gathered)."""
         graph = cut.graph
+        # Each chain: the casts, gathers and views of one parameter. Without a gather there is nothing to share.
         chains = [
             moved_alone(node) for node in ir.placeholders(graph, "param") if ir.info(node).name in self.gathered_once
         ]
         moved = {node for chain in chains if any(communicates(x.target) for x in chain) for node in chain}
         moved = {node for node in moved if not cut.varies[node]}
-        inside: set[fx.Node] = set()  # without the views of what is gathered, which cost nothing
-        for node in reversed(graph.nodes):
+        # What runs once. Views at the end of a chain cost nothing: each microbatch computes them.
+        inside: set[fx.Node] = set()
+        for node in reversed(graph.nodes):  # users before operands
             if node in moved and (not is_view(node.target) or inside.intersection(node.users)):
                 inside.add(node)
         return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
 
     def _results(self, graph: fx.Graph, cut: _Cut) -> tuple[Outputs, Outputs]:
         """Returns (results of the graph for each microbatch, forward before backward; results of the closing graph)."""
-        first: list[tuple[Role, Argument]] = []
-        grads: list[tuple[Role, Argument]] = []
+        first: list[tuple[Role, Argument]] = []  # of forward
+        grads: list[tuple[Role, Argument]] = []  # of backward
         rest: list[tuple[Role, Argument]] = []
         # A term that depends on a tangent comes from backward, any other from forward.
         for wait in cut.closing:
-            back = wait in cut.needs_tangent
-            role = Role("grad" if back else TERM, cut.name(wait), len(grads if back else first))
-            (grads if back else first).append((role, cut.term(wait)))
+            of_backward = wait in cut.needs_tangent
+            role = Role("grad" if of_backward else TERM, cut.name(wait), len(grads if of_backward else first))
+            (grads if of_backward else first).append((role, cut.term(wait)))
+        # An output that differs between microbatches is a result of each, any other of the step.
         for role, x in ir.outputs(graph):
             if not isinstance(x, fx.Node) or not cut.varies[x]:
                 rest.append((role, x))
@@ -169,27 +176,29 @@ class Microbatch:
                 raise self._refused(node, f"it would exchange values between microbatches ({kind} over {axes})")
 
     def _sum_over_microbatches_first(self, graph: fx.Graph) -> None:
-        """Lets a reduction over devices run once, after the reduction over microbatches that follows it in the graph.
+        """Lets a reduction over devices run once, after the reduction over microbatches that follows it in the graph
+        with at most casts between them. Both have the same reduce op, so their order does not matter.
 
         %a = all_reduce(%x, "dp")              %s = all_reduce(%x, "micro")
         %c = _to_copy(%a)                 ->   %a = all_reduce(%s, "dp")
         %s = all_reduce(%c, "micro")           %c = _to_copy(%a)
         """
         rewriter = GraphRewriter(graph)
-        for last in [node for node in graph.nodes if _is_over_time(node, self.mesh)]:
-            op, node = arguments_of(last).get("reduce_op"), last.all_input_nodes[0]
+        for over_time in [node for node in graph.nodes if _is_over_time(node, self.mesh)]:
+            op, node = arguments_of(over_time).get("reduce_op"), over_time.all_input_nodes[0]
+            # Nothing else may read the sums over devices: these would become sums over microbatches, too.
             while node.target is CAST and len(node.users) == 1:
                 node = node.all_input_nodes[0]
             devices = node.all_input_nodes[0] if node.target is WAIT and len(node.users) == 1 else None
             if devices is None or collective_kind(devices) != "all_reduce" or arguments_of(devices)["reduce_op"] != op:
                 continue
-            (wait,) = last.users
+            (wait,) = over_time.users
             source = devices.all_input_nodes[0]
-            at = rewriter.before(devices, like=last, suffix="first")
-            summed = at.call(WAIT, at.call(last.target, source, *last.args[1:]))
+            at = rewriter.before(devices, like=over_time, suffix="first")
+            summed = at.call(WAIT, at.call(over_time.target, source, *over_time.args[1:]))
             devices.replace_input_with(source, summed)
-            rewriter.replace(wait, last.all_input_nodes[0])
-            graph.erase_node(last)
+            rewriter.replace(wait, over_time.all_input_nodes[0])
+            graph.erase_node(over_time)
 
     def _scale_by_microbatch(self, graph: fx.Graph) -> None:
         """Scales float8 operands by the largest value of their own microbatch, instead of that of all microbatches.
@@ -213,9 +222,9 @@ class Microbatch:
         Sums that do not depend on gradients of outputs are computed in float32 or wider.
         """
         count, rewriter = self.mesh.microbatches, GraphRewriter(graph)
-        varies: dict[fx.Node, bool] = {}
+        varies: dict[fx.Node, bool] = {}  # filled in the graph's order
         after_tangent = needs_tangent(graph)
-        erased: set[fx.Node] = set()
+        erased: set[fx.Node] = set()  # waits, which follow their collectives in the list
         for node in list(graph.nodes):
             if node in erased:
                 continue
@@ -231,6 +240,8 @@ class Microbatch:
                     rewriter.redirect(wait, mean)
                 if op in ("sum", "avg") and node not in after_tangent:
                     self._widen(node, wait, rewriter)
+            # Equal terms need no reduction: ``count`` of them add up to ``count`` times one; a maximum or mean is one.
+            # An all-gather (without a reduce op) of equal rows stays.
             elif op is not None:
                 at = rewriter.before(node, like=wait, suffix="times")
                 if op == "sum":
@@ -259,10 +270,12 @@ class Microbatch:
         """Returns whether ``node`` differs between microbatches; ``varies`` has the answer for the nodes before it."""
         if node.op == "placeholder":
             role = ir.role(node)
-            named = role.name.split(",") if role.kind == "coordinate" else ()
-            return any(self.mesh.overlap(axis, self.mesh.time) for axis in named) or (
-                {"input": role.name, "tangent": role.index}.get(role.kind) in self.split
-            )
+            # A coordinate differs if it counts microbatches, an input if it is split over them, and a tangent if its
+            # output is. All else (parameters, buffers, the key) is the same for all.
+            axes = role.name.split(",") if role.kind == "coordinate" else ()
+            if any(self.mesh.overlap(axis, self.mesh.time) for axis in axes):
+                return True
+            return {"input": role.name, "tangent": role.index}.get(role.kind) in self.split
         if node.target is WAIT and _is_over_time(node.all_input_nodes[0], self.mesh):
             return False
         return any(varies.get(x, False) for x in node.all_input_nodes)
@@ -271,8 +284,8 @@ class Microbatch:
         """Returns an error: the model cannot run in microbatches because of ``node``, for the reason ``why``."""
         record = ir.info(node)
         where = f" of module {record.origin.module!r}" if record.origin.module else ""
-        dims: dict[int, list[str]] = {}
-        axes: list[str] = []
+        dims: dict[int, list[str]] = {}  # dim that microbatches split -> names of the inputs
+        axes: list[str] = []  # that split these dims
         for name, layout in self.inputs.items():
             if (dim := layout.dim_of(self.mesh.time)) is not None:
                 dims.setdefault(dim, []).append(name)
@@ -281,7 +294,7 @@ class Microbatch:
         batch = [axis for axis in dict.fromkeys(axes) if axis != self.mesh.time]
         named = f"@{batch[0]}" if len(batch) == 1 else f"@({','.join(batch)})"
         first = next((name for names in dims.values() for name in names if self.inputs[name].ndim > 1), "")
-        other = ""
+        other = ""  # a fix that goes first: name another dim as the batch, in the words of a plan
         if batch and first:
             spec = ", ".join(["_", named, *["_"] * (self.inputs[first].ndim - 2)])
             plan = f"Plan(inputs={{{first!r}: {spec!r}}}), or '...' for an input without one, such as a mask"
@@ -301,7 +314,8 @@ class _Cut:
     Attributes:
         varies: node -> whether it has another value in each microbatch.
         waits: results of the reductions and gathers over time.
-        opening, closing: those of ``waits`` that a node which varies over microbatches needs, and the others.
+        opening, closing: those of ``waits`` that a node which varies over microbatches needs (loops before the body
+            compute them), and the others (the body computes their terms).
         reads_gradients: whether a loop before the body reads gradients of outputs.
         level: node -> number of loops before the body that must have run before it is known.
         levels: number of loops before the body.
@@ -323,26 +337,30 @@ class _Cut:
         opening = set(self.opening)
         self.level: dict[fx.Node, int] = {}
         for node in graph.nodes:
-            below = max((self.level[x] for x in node.all_input_nodes), default=0)
-            self.level[node] = below + (node in opening)
+            of_operands = max((self.level[x] for x in node.all_input_nodes), default=0)
+            self.level[node] = of_operands + (node in opening)  # a sum takes a loop more than its term
         self.levels = max((self.level[wait] for wait in self.opening), default=0)
 
     def carried(self) -> list[fx.Node]:
-        """Returns the values that the first loop keeps of each microbatch; later loops then need not run layers."""
-        later = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
-        needed = {node for node in ir.ancestors(later, lambda node: not self.varies[node]) if self.varies[node]}
-        leads: dict[fx.Node, bool] = {}  # whether it is a layer, or leads to one
+        """Returns the values that the first loop keeps of each microbatch; later loops then need not run layers.
+
+        They are the values with which the layers (`_layers`) end: later loops compute terms from them, by other ops.
+        """
+        later_terms = {self.term(wait) for wait in self.opening if self.level[wait] > 1}
+        needed = {node for node in ir.ancestors(later_terms, lambda node: not self.varies[node]) if self.varies[node]}
+        in_layers: dict[fx.Node, bool] = {}  # whether it is a layer, or leads to one that is needed
         for node in reversed(self.graph.nodes):
             is_layer = node.op == "call_function" and ir.info(node).name in self._layers
-            leads[node] = is_layer or any(user in needed and leads[user] for user in node.users)
+            in_layers[node] = is_layer or any(user in needed and in_layers[user] for user in node.users)
+        # The last of these: terms themselves, and values that needed ops behind the layers read.
         return [
             node
             for node in self.graph.nodes
             if node in needed
-            and leads[node]
+            and in_layers[node]
             and node.op == "call_function"
-            and self.level[node] == 0
-            and (node in later or any(user in needed and not leads[user] for user in node.users))
+            and self.level[node] == 0  # the first loop can compute it
+            and (node in later_terms or any(user in needed and not in_layers[user] for user in node.users))
         ]
 
     def frontier(self, level: int) -> list[fx.Node]:
@@ -350,6 +368,8 @@ class _Cut:
         microbatches.
         """
         after_closing = ir.dependents(self.graph, self.closing)  # known only at the end of the step
+        # Whether the loops so far make it known, for all microbatches at once. What depends on gradients is left to
+        # the closing graph, unless a loop before the body has them.
         is_shared = {
             node: 0 < self.level[node] <= level
             and not (self.varies[node] or node in after_closing)
@@ -367,12 +387,13 @@ class _Cut:
     @cached_property
     def _layers(self) -> frozenset[str]:
         """Returns the names of the layers: matrix products of a parameter, gathered or not, and another value."""
+        # A coordinate may take part in a parameter's slices, and does not make it an activation.
         params = {x for kind in ("param", "coordinate") for x in ir.placeholders(self.graph, kind)}
         sources = [node for node in self.graph.nodes if not node.all_input_nodes and node not in params]
-        computed = ir.dependents(self.graph, sources)  # all others are parameters, or follow from these alone
+        activations = ir.dependents(self.graph, sources)  # all others are parameters, or follow from these alone
         calls = (node for node in self.graph.nodes if node.op == "call_function")
         return frozenset(
-            ir.info(node).name for node in calls if not computed.issuperset(node.all_input_nodes) and flops_of(node)
+            ir.info(node).name for node in calls if not activations.issuperset(node.all_input_nodes) and flops_of(node)
         )
 
     def layer_flops(self, graph: fx.Graph, forward: bool = False) -> int:
@@ -422,13 +443,14 @@ def with_closing_last(
         name = ir.role(node).name
         if (term := terms.get(name)) is not None:
             at = Inserter(chain.rewriter, None, replace(ir.info(chain.env[term]), name=name), "sum")
-            others, last = chain.env[node], chain.env[term]
+            others, last = chain.env[node], chain.env[term]  # the argument of ``closing``, and the last term
             if reduce[name] == GATHER:
                 # The argument now has the rows of the earlier microbatches alone.
                 _drop_last_rows(others, last)
                 chain.env[node] = at.call(aten.cat.default, [others, last])
             else:
                 chain.env[node] = at.call(JOIN[reduce[name]], others, last)
+    # Terms are no results any more: they are in the sums that ``closing`` reads.
     results = [(role, x) for role, x in ir.outputs(backward.graph) if role.kind != TERM or role.name in left]
     return chain.end([*ir.outputs(closing.graph), *results])
 
@@ -463,7 +485,8 @@ class _Chain:
         replaced: values known by name that ``second`` gets from ``first``.
 
     Attributes:
-        env: node of either graph -> its node in the new one. Arguments of ``second`` may be changed before `end`.
+        env: node of either graph -> its node in the new one. Arguments of ``second`` may be changed before `end`, to
+            other nodes of the new graph.
     """
 
     def __init__(self, first: fx.GraphModule, second: fx.GraphModule, replaced: Container[str] = ()) -> None:
@@ -474,7 +497,7 @@ class _Chain:
         for node in (*ir.placeholders(first.graph), *ir.placeholders(second.graph)):
             role = ir.role(node)
             if role.kind == KNOWN and role.name in replaced:
-                continue
+                continue  # no argument: the caller enters in ``env`` what ``second`` gets in its place
             # What both graphs take is one argument.
             if node.name not in arguments:
                 arguments[node.name] = self._copied(node, renames=node.graph is second.graph)
@@ -499,7 +522,7 @@ class _Chain:
         output.meta = dict(ir.output_node(self.second.graph).meta) | dict(ir.output_node(self.first.graph).meta)
         output.meta[ir.ROLES] = tuple(role for role, _ in results)
         send_once(self.graph)  # a collective that both graphs have
-        constants = {
+        constants = {  # the tensors that get_attr nodes read
             str(node.target): attrgetter(str(node.target))(gm)
             for gm in (self.second, self.first)
             for node in gm.graph.find_nodes(op="get_attr")
@@ -528,7 +551,7 @@ def with_roles(kind: str, nodes: Iterable[fx.Node], first: int = 0) -> list[tupl
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:
-    """Returns the mesh axes that a collective is over; () for other nodes."""
+    """Returns the mesh axes that a collective is over, which its group's name tells; () for other nodes."""
     if node.op != "call_function" or collective_kind(node) is None:
         return ()
     return named_axes(str(arguments_of(node).get("group_name", ""))) or ()
@@ -548,10 +571,11 @@ def cut_out(graph: fx.Graph, results: Outputs, cuts: Mapping[fx.Node, Role], lat
         results: (role, node or constant) of each output.
         cuts: value -> its role as an argument.
     """
-    needed = ir.ancestors((x for _, x in results), cuts.__contains__)
+    needed = ir.ancestors((x for _, x in results), cuts.__contains__)  # up to the cuts
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     in_backward = needs_tangent(graph).union(late)
     inputs = [node for node in graph.nodes if node in needed and (node.op == "placeholder" or node in cuts)]
+    # As the partitioner expects: first what forward takes, then what backward does.
     for node in sorted(inputs, key=lambda node: (node in in_backward, node in cuts)):
         if node in cuts:
             prefix = "tangents" if node in in_backward else "primals"  # the partitioner goes by names
