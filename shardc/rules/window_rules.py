@@ -16,7 +16,7 @@ import torch
 import shardc.custom_ops.window_ops  # noqa: F401  (the ops)
 from shardc.ir.comm import WAIT
 from shardc.ir.layout import Layout
-from shardc.rules.notation import FREE, Loops
+from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import positions, to_local_indices, zero_unless
 from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
@@ -32,6 +32,15 @@ class Pieces:
         local: the op.
         at: position of the operand.
         dim: the dim.
+
+    Attributes:
+        run: emits an op on local tensors.
+        layout: layout of the operand.
+        axes: axes that split the dim, major to minor; () if it is whole, a single piece.
+        ranks, group: number of pieces, and name of the process group of the ranks that hold them.
+        members: for each piece, in the order of the dim, the index in the group of the rank that holds it.
+        size: elements of a piece, padding included.
+        elements: elements of the dim, without padding, which is behind them.
     """
 
     def __init__(self, local: Local, at: int, dim: int) -> None:
@@ -41,12 +50,15 @@ class Pieces:
         mesh = self.layout.mesh
         in_group = sorted(self.axes, key=mesh.order)
         self.ranks, self.group = local.builder.group(tuple(in_group)) if self.axes else (1, "")
-        # The index of each piece's rank in the group, whose ranks count in the order of the mesh's axes.
-        places = [dict(zip(self.axes, at, strict=True)) for at in product(*(range(mesh.size(a)) for a in self.axes))]
+        # A group numbers its ranks by the mesh's order of axes, but pieces are numbered by the dim's. So: the index
+        # along each axis of each piece's rank, and from these its number in the group.
+        ranges = [range(mesh.size(axis)) for axis in self.axes]
+        places = [dict(zip(self.axes, indices, strict=True)) for indices in product(*ranges)]
         self.members = [reduce(lambda n, a: n * mesh.size(a) + place[a], in_group, 0) for place in places]
         self.size = self.layout.local_shape[dim]
-        first = sum(len(layout.shape) for layout in local.operands[:at])
-        self.elements: int = local.true_size(first + dim, self.layout.shape[dim])
+        # `Local.true_size` numbers dims through all operands.
+        dims_before = sum(len(layout.shape) for layout in local.operands[:at])
+        self.elements: int = local.true_size(dims_before + dim, self.layout.shape[dim])
 
     def with_zero_padding(self, x: Emitted) -> Emitted:
         """Return ``x`` with zeros in the padding of the dim, behind its true size."""
@@ -65,13 +77,15 @@ class Pieces:
         x = self.run(aten.slice.Tensor, x, self.dim, begin, end)
         if away == 0:
             return x
+        # Destinations: the rank with piece number ``at`` sends to the one for which that is ``away`` places after.
         to = [0] * self.ranks
         for at, rank in enumerate(self.members):
             to[rank] = self.members[(at - away) % self.ranks]
         x = self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
         x = self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
-        piece, last = self.local.builder.coordinate(self.axes), self.ranks - away
-        exists = self.run(aten.ge.Scalar, piece, -away) if away < 0 else self.run(aten.lt.Scalar, piece, last)
+        # What came around the end of the dim is zero.
+        piece, end_of_senders = self.local.builder.coordinate(self.axes), self.ranks - away
+        exists = self.run(aten.ge.Scalar, piece, -away) if away < 0 else self.run(aten.lt.Scalar, piece, end_of_senders)
         return zero_unless(self.local, self._broadcastable(exists, 1), x)
 
     def extended(self, x: Emitted, before: int, after: int) -> Emitted:
@@ -84,7 +98,8 @@ class Pieces:
         parts, shape = [x], self.layout.shape[self.dim]
         # Farther than all other pieces there are only zeros.
         reach = [min(count, shape - self.size) for count in (before, after)]
-        for side, count in zip((-1, 1), reach, strict=True):
+        for side, count in zip((-1, 1), reach, strict=True):  # in front, then behind
+            # Neighbours from the nearest to the farthest that the window reaches; of the last maybe an edge only.
             for away in range(1, -(-count // self.size) + 1 if self.size else 1):
                 edge = min(count - (away - 1) * self.size, self.size)
                 begin = self.size - edge if side < 0 else 0
@@ -102,27 +117,30 @@ class Pieces:
         # Padding behind the last element moves in.
         if by < 0:
             x = self.with_zero_padding(x)
+        # The shifted piece begins at element ``begin`` of the piece ``away`` places on, and ends in the next.
         away, begin = divmod(-by, self.size)
-        # The elements of a shifted piece lie in two neighbouring pieces.
         parts = [self.from_rank(x, begin, self.size, away), self.from_rank(x, 0, begin, away + 1)]
         present = [part for part in parts if part is not None]
         if not present:
             return self.run(aten.full_like.default, x, 0)
         shifted = self.run(aten.cat.default, present, self.dim) if len(present) > 1 else present[0]
+        # A part that no rank has is beyond an end of the dim: zeros in its place.
         short = self.size - self.local.builder.shape(shifted)[self.dim]
         return self._padded(shifted, *((0, short) if parts[1] is None else (short, 0)))
 
     def with_fill(self, shifted: Emitted, fill: Emitted, by: int) -> Emitted:
         """Fill the places that a shift by ``by`` left open: at the begin of the dim if ``by`` is positive, else at its
-        end. Return ``shifted`` (the shifted piece) with the elements of ``fill`` there.
+        end. Return ``shifted`` (the shifted piece) with the elements of ``fill`` there. Each rank has all of ``fill``,
+        ``abs(by)`` elements along the dim.
         """
+        # For each element of the piece: its index in ``fill``, and whether it is taken from there.
         count, at = abs(by), positions(self.local, self.layout, self.dim, None)
         if by > 0:
             enters = self.run(aten.lt.Scalar, at, count)
         else:
             at = self.run(aten.sub.Tensor, at, self.elements - count)
             enters = self.run(aten.ge.Scalar, at, 0)
-        index = self.run(aten.clamp.default, at, 0, count - 1)
+        index = self.run(aten.clamp.default, at, 0, count - 1)  # of the others any index will do
         entering = self.run(aten.index_select.default, fill, self.dim, index)
         return self.run(aten.where.self, self._broadcastable(enters, self.size), entering, shifted)
 
@@ -140,6 +158,7 @@ class Pieces:
         totals = self.run(aten.reshape.default, self.run(WAIT, started), [self.ranks, *shape])
         piece = self.local.builder.coordinate(self.axes)
         added = None
+        # Every piece but the last in the direction of the sums, before which there is no other.
         for at, rank in enumerate(self.members[1:] if reverse else self.members[:-1], int(reverse)):
             earlier = self.run(aten.lt.Scalar, piece, at) if reverse else self.run(aten.gt.Scalar, piece, at)
             earlier = self.run(aten.reshape.default, earlier, [1] * self.layout.ndim)
@@ -164,9 +183,9 @@ def _shift(call: Call) -> Spec:
     loops = Loops(call)
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.ordered("l", shape[dim])})
-    if len(loops.shapes) == 1:
+    if len(loops.shapes) == 1:  # without ``fill``
         return loops.spec([x], [x], linear=[{0}])
-    fill = (*x[:dim], loops.dim("fill", loops.shapes[1][dim], "whole"), *x[dim + 1 :])
+    fill = (*x[:dim], loops.dim("fill", loops.shapes[1][dim], WHOLE), *x[dim + 1 :])
     return loops.spec([x, fill], [x], linear=[{0, 1}])
 
 
@@ -178,11 +197,13 @@ def _shift_local(local: Local) -> Emitted:
 
 
 def _edge(call: Call) -> Spec:
-    """Return the spec of a slice of a dim that may be split: a split leaves a partial sum."""
+    """Return the spec of a slice of a dim that may be split: a split leaves a partial sum, in which each rank has its
+    own elements of the slice, and zeros.
+    """
     loops = Loops(call)
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.indexed("l", shape[dim], "sum")})
-    edge = (*x[:dim], loops.dim("edge", loops.result_shapes[0][dim], "whole"), *x[dim + 1 :])
+    edge = (*x[:dim], loops.dim("edge", loops.result_shapes[0][dim], WHOLE), *x[dim + 1 :])
     return loops.spec([x], [edge], linear=[{0}])
 
 
@@ -216,7 +237,7 @@ def _cumsum_local(local: Local) -> Emitted:
     """
     run, dim, reverse = local.builder.call, local.call["dim"], local.call["reverse"]
     pieces, x = Pieces(local, 0, dim), local.operand("x")
-    if reverse:
+    if reverse:  # sums from the end, where padding would be added first
         x = run(aten.flip.default, pieces.with_zero_padding(x), [dim])
     sums = run(aten.cumsum.default, x, dim)
     if reverse:
@@ -225,10 +246,16 @@ def _cumsum_local(local: Local) -> Emitted:
 
 
 def _dims(loops: Loops, x: tuple[int, ...], w: tuple[int, ...], *, backward: bool = False) -> tuple[Dims, Dims, Dims]:
-    """Return the factors of input ``n (g c) l``, weight ``(g o) c k`` and output ``n (g o) l``."""
+    """Return the factors of the input ``n (g c) l``, the weight ``(g o) c k`` and the output ``n (g o) l`` of a
+    convolution: rows n, groups g with c channels in and o channels out each, sequence l, window k.
+
+    Args:
+        x, w: shapes of input and weight.
+        backward: whether the op computes the weight's gradient, a sum over n and l; else the output, a sum over c.
+    """
     groups = loops.call["groups"]
     n, line = loops.dim("n", x[0], "sum" if backward else FREE), loops.ordered("l", x[2], "sum" if backward else FREE)
-    g, o, k = loops.dim("g", groups), loops.dim("o", w[0] // groups), loops.dim("k", w[2], "whole")
+    g, o, k = loops.dim("g", groups), loops.dim("o", w[0] // groups), loops.dim("k", w[2], WHOLE)
     c = loops.dim("c", w[1], FREE if backward else "sum")
     return (n, (*g, *c), line), ((*g, *o), c, k), (n, (*g, *o), line)
 
@@ -244,19 +271,23 @@ def _convolve_weight(call: Call) -> Spec:
     """Return the spec of the gradient of the weight of `_convolve`: a split sequence leaves a partial sum."""
     loops = Loops(call)
     x, w, y = _dims(loops, *loops.shapes[1:], backward=True)
+    # Operands: gradient of the output, input, weight.
     return loops.spec([y, x, w], [w], linear=[{0}, {1}])
 
 
 def _geometry(local: Local) -> tuple[object, ...]:
-    """Return the last arguments of the local ``aten.convolution`` (stride, padding, dilation, transposed, output
-    padding, groups). The groups are those of the local channels.
+    """Return the last arguments of the local ``aten.convolution``: stride, padding, dilation, transposed, output
+    padding, groups. There is no padding, as `_extended` adds the edges of the piece.
     """
-    channels = local.operand_layout("x").local_shape[1] // local.operand_layout("weight").local_shape[1]
-    return [1], [0], [local.call["dilation"]], False, [0], channels
+    # A split of the groups leaves this rank some of them: its channels in / channels in per group.
+    groups = local.operand_layout("x").local_shape[1] // local.operand_layout("weight").local_shape[1]
+    return [1], [0], [local.call["dilation"]], False, [0], groups
 
 
 def _extended(local: Local) -> Emitted:
-    """Emit and return the convolution's input, with the edges of the neighbouring pieces."""
+    """Emit and return the convolution's input, this rank's piece of the sequence (dim 2), with the edges of the
+    neighbouring pieces that the window reaches.
+    """
     at = local.call.position("x")
     assert at is not None
     return Pieces(local, at, 2).extended(local.operand("x"), local.call["before"], local.call["after"])
@@ -272,7 +303,7 @@ def _convolve_local(local: Local) -> Emitted:
 def _convolve_weight_local(local: Local) -> Emitted:
     """Emit and return the gradient of the weight from this rank's piece."""
     run, weight = local.builder.call, local.operand("weight")
-    grad, mask = local.operand("grad"), [False, True, False]
+    grad, mask = local.operand("grad"), [False, True, False]  # of the input, weight and bias only the second
     grads = run(aten.convolution_backward.default, grad, _extended(local), weight, None, *_geometry(local), mask)
     return run(getitem, grads, 1)
 
