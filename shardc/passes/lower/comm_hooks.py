@@ -57,10 +57,11 @@ class OnTheWire:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, rewriter = gm.graph, GraphRewriter(gm.graph)
-        of = parameters(graph) if self.of == "gather" else _gradients(graph)
+        # Node -> names of the parameters that it gathers, or whose gradients it reduces.
+        names_of = parameters(graph) if self.of == "gather" else _gradients(graph)
         kinds = (GATHER,) if self.of == "gather" else REDUCE
         for node in list(graph.nodes):
-            if node.target in kinds and matching(self.parameters, of.get(node, ())):
+            if node.target in kinds and matching(self.parameters, names_of.get(node, ())):
                 self._replace(node, rewriter)
         return gm
 
@@ -69,7 +70,7 @@ class OnTheWire:
         of ``after`` on its result.
         """
         x, (wait,) = node.args[0], waits_of(node)
-        ranks = node.args[1] if self.of == "gather" else None
+        ranks = node.args[1] if self.of == "gather" else None  # None: a reduction
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
         sent = self._traced(self.before, [x], start)
         if ranks is None and (len(sent) != 1 or sent[0].meta["val"].shape != x.meta["val"].shape):
@@ -77,17 +78,17 @@ class OnTheWire:
         arrived = []
         for tensor in sent:
             shape = list(tensor.meta["val"].shape)
-            # Gathered along a new first dim, with an entry for each rank.
+            # Gathered along a new first dim, with an entry for each rank, whatever the shape of what is sent.
             tensor = start.call(aten.reshape.default, tensor, [1, *shape]) if ranks is not None else tensor
             arrived.append(end.call(WAIT, start.call(node.target, tensor, *node.args[1:])))
-        shaped = list(val.shape) if ranks is None else [ranks, *x.meta["val"].shape]
+        wanted = list(val.shape) if ranks is None else [ranks, *x.meta["val"].shape]
         results = self._traced(self.after, arrived, end)
         if (
             len(results) != 1
-            or list(results[0].meta["val"].shape) != shaped
+            or list(results[0].meta["val"].shape) != wanted
             or results[0].meta["val"].dtype != val.dtype
         ):
-            raise self._shape_error("after", node, [tensor.meta["val"] for tensor in results], [val.new_empty(shaped)])
+            raise self._shape_error("after", node, [tensor.meta["val"] for tensor in results], [val.new_empty(wanted)])
         rewriter.replace(wait, end.call(aten.reshape.default, results[0], list(val.shape)))
         rewriter.graph.erase_node(node)
 
@@ -101,7 +102,7 @@ class OnTheWire:
 
         with fakes[0].fake_mode:
             traced = make_fx(several)(*fakes).graph
-        if traced.find_nodes(op="get_attr"):
+        if traced.find_nodes(op="get_attr"):  # a constant, which `inline_graph` does not copy
             raise InputError(
                 f"{self.name}: {getattr(function, '__name__', function)} uses a tensor that is no argument of it",
                 fix="make it inside of the function, of numbers",
@@ -125,9 +126,9 @@ def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """Finds the reductions of gradients, and the nodes between them and the output. Returns node -> names of the
     parameters whose gradients it leads to.
     """
-    out = leaving(graph)
+    out = leaving(graph)  # nodes that only carry results of collectives to the output
     names: dict[fx.Node, frozenset[str]] = {}
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes):  # names go from a gradient up to its operands
         if node.op == "output":
             for role, x in ir.outputs(graph):
                 if role.kind == "grad" and isinstance(x, fx.Node):

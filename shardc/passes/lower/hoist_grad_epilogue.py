@@ -36,13 +36,14 @@ class HoistGradEpilogue:
     requires = ("localize",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, priority = gm.graph, positions(gm.graph)
-        dense = [priority[node] for node in graph.nodes if is_dense(node)]
+        graph, priority = gm.graph, positions(gm.graph)  # ``priority``: node -> its place, which is lowered here
+        dense = [priority[node] for node in graph.nodes if is_dense(node)]  # of matrix products and the like; sorted
         last_ops = only_to_output(graph, _may_be_last)
         for node in filter(last_ops.__contains__, graph.nodes):
             operands = [priority[x] for x in node.all_input_nodes if _is_backward(x)]
+            # A dense op stands between the last operand and the node. Only then it moves: other ops keep their order.
             if operands and bisect(dense, max(operands)) < bisect(dense, priority[node]):
-                priority[node] = max(operands) + 1e-4
+                priority[node] = max(operands) + 1e-4  # behind the operand, before the op that follows it
         reorder(graph, priority)
         return gm
 

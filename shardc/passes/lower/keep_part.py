@@ -45,20 +45,23 @@ class KeepPart:
                 layout = _split(ir.layout(whole), ir.layout(param), param_axes)
                 # A part as small as the shard saves nothing: the shard is there anyway.
                 if layout is not None and layout.local_numel > ir.layout(param).local_numel:
-                    named = ",".join(param_axes)
+                    axis = ",".join(param_axes)
                     value, at = ir.value(whole), rewriter.after(whole, suffix="kept")
-                    part = at.typed(replace(value, layout=layout), ops.shard, whole, axis=named)
+                    part = at.typed(replace(value, layout=layout), ops.shard, whole, axis=axis)
                     at = rewriter.after(part, like=whole, suffix="regathered")
-                    regathered = at.typed(value, ops.all_gather, part, axis=named)
+                    regathered = at.typed(value, ops.all_gather, part, axis=axis)
+                    # By these marks `Partition` saves the part, and `SkipRegather` drops the second gather.
                     ir.update(part, is_kept_part=True)
                     ir.update(regathered, regathers=ir.info(whole).name)
-                    rewriter.redirect(whole, regathered)
+                    rewriter.redirect(whole, regathered)  # all users but the part itself
         gm.recompile()
         return gm
 
 
 def _last_gathers(param: fx.Node) -> list[fx.Node]:
-    """Returns the last all-gather of each chain of all-gathers that starts at ``param``, or at its cast, in forward."""
+    """Returns the last all-gather of each chain of all-gathers that starts at ``param``, or at its cast, in forward. A
+    parameter that several axes split may be gathered over one after another.
+    """
     last_gathers: list[fx.Node] = []
     work = [param]
     while work:
@@ -73,10 +76,11 @@ def _last_gathers(param: fx.Node) -> list[fx.Node]:
 
 def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:
     """Returns ``whole`` (a layout of a parameter that is gathered) split over ``axes``, along the dims that ``stored``
-    splits over them. Returns None if this is not possible.
+    (its storage layout) splits over them. Returns None if this is not possible.
     """
     layout: Layout | None = whole
     for axis in axes:
+        # ``axis`` may be a part of an axis that splits the storage.
         dim = next((stored.dim_of(bound) for bound in stored.bound if stored.mesh.overlap(bound, axis)), None)
         if layout is None or dim is None or any(layout.mesh.overlap(bound, axis) for bound in layout.bound):
             return None

@@ -34,6 +34,7 @@ aten = torch.ops.aten
 _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
 
 
+# Dtypes that not every backend sends.
 _SENT_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -82,7 +83,7 @@ class Localize:
             return emitter.named(_emit_move(node, env[node.args[0]], emitter))
         if node.target is getitem:
             source, index = env[node.args[0]], node.args[1]
-            if isinstance(source, (tuple, list)):
+            if isinstance(source, (tuple, list)):  # the rule has emitted a node for each result
                 return source[index]
             return emitter.named(emitter.call(getitem, source, index))
         if node.target in local_regions.OPS:
@@ -105,7 +106,7 @@ def _emit_move(node: fx.Node, x: Any, emitter: Emitter) -> Any:
 
 def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     """Emits the local form of one op by its rule; returns its result or results. An op without a rule has only
-    replicated operands and is copied.
+    replicated operands, so that global and local shapes are the same, and is copied.
 
     Args:
         env: global node -> its local node, or a list for several results.
@@ -117,26 +118,26 @@ def _emit_op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     call = call_of(node)
     spec = spec_of(call)
     assert spec is not None
-    layouts = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
+    results = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
     operands = tuple(ir.layout(x) for x in operands_of(node))
-    return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs, partial(_true_size, node)))
+    return rule.localize(Local(emitter, call, spec, operands, results, args, kwargs, partial(_true_size, node)))
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
     """Returns the size without padding of dim ``dim`` of the operands of ``node``; ``size`` is its size with padding.
     The dims of all operands are numbered consecutively, those of the first operand first.
     """
-    sizes = ir.info(node).true_sizes
+    sizes = ir.info(node).true_sizes  # None: nothing is padded
     return size if sizes is None else sizes[dim]
 
 
 def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
     """Emits a ``pad`` or ``unpad`` of a dim that no axis splits, and returns the local result."""
-    dim, size = node.kwargs["dim"], node.kwargs["size"]
-    have = emitter.shape(x)
+    dim, size = node.kwargs["dim"], node.kwargs["size"]  # ``size``: of the result
+    shape = emitter.shape(x)
     if node.target is ops.unpad:
         return emitter.call(aten.slice.Tensor, x, dim, 0, size)
-    widths = [0, 0] * (len(have) - dim - 1) + [0, size - have[dim]]
+    widths = [0, 0] * (len(shape) - dim - 1) + [0, size - shape[dim]]  # (before, behind) each dim, the last one first
     return emitter.call(aten.constant_pad_nd.default, x, widths, 0)
 
 
@@ -151,14 +152,14 @@ class Emitter(Calls):
     def __init__(self, mesh: Mesh, fake_mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(None, fake_mode, device)
         self.mesh = mesh
-        self._numbers: dict[str, fx.Node] = {}
-        self._last_primal: fx.Node | None = None
+        self._numbers: dict[str, fx.Node] = {}  # name -> placeholder of a number that the runtime passes
+        self._last_primal: fx.Node | None = None  # the last placeholder that is no tangent
 
     def at(self, node: fx.Node) -> None:
         """Sets the global node that is now being lowered: the local nodes that are emitted next get its record (name
         and provenance).
         """
-        self.record = ir.info(node) if node.op != "output" else Info("", None)
+        self.record = ir.info(node) if node.op != "output" else Info("", None)  # an output node has no record
         self.traced = node
 
     # --- interface of `shardc.rules` builders
@@ -177,7 +178,7 @@ class Emitter(Calls):
         at the first call. ``kind`` ("coordinate" or "key") and ``role_name`` are its role.
         """
         if name not in self._numbers:
-            # Tangents come last among the placeholders.
+            # Behind the other primals, and before the tangents, which come last among the placeholders.
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
             with self.rewriter.fake_mode:
@@ -220,6 +221,7 @@ class Emitter(Calls):
         """
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
+            # It was emitted as ``name.op``. Any other name is that of an operand, which is returned as it is.
             if record.name != self.record.name and is_in(record.name, self.record.name):
                 ir.update(result, name=self.names.fresh(self.record.name), is_kept_part=self.record.is_kept_part)
         return result

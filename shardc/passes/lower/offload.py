@@ -58,7 +58,7 @@ class Offload:
             place_on_host(rewriter, param, ir.value(param))
 
         def moved(role: ir.Role, grad: fx.Node) -> fx.Node:
-            # A gradient whose reduction is deferred is accumulated on the device.
+            # Other outputs stay; a gradient whose reduction is deferred is accumulated on the device.
             if role.kind != "grad" or role.name not in self.entries or role.name in self.pending:
                 return grad
             entry = self.entries[role.name]
@@ -81,11 +81,11 @@ def insert_move(
         like: node whose record the new nodes inherit; by default ``x``.
         provenance: fields of `ir.Origin` that differ.
     """
-    value = replace(ir.value(x), host=op is TO_HOST)
+    value = replace(ir.value(x), host=op is TO_HOST)  # the same type, in the other memory
     name = "host" if value.host else "device"
     start = rewriter.before(before, like or x, f"to_{name}", **provenance).typed(value, op, x, *args)
     wait = rewriter.before(before, like or x, name, **provenance).typed(value, WAIT, start)
-    start.meta["val"] = wait.meta["val"] = _fake_tensor(rewriter, value, device)
+    start.meta["val"] = wait.meta["val"] = _fake_tensor(rewriter, value, device)  # `typed` gives no fake value
     return wait
 
 

@@ -42,6 +42,7 @@ class OffloadSaved:
         placed: dict[fx.Node, fx.Node] = {}  # a value that is saved twice moves once
 
         def stored(role: ir.Role, x: fx.Node) -> fx.Node:
+            # Inputs that are saved stay: they are in memory anyway.
             if role.kind == "saved" and x.op == "call_function" and _goes_to_host(x) and x not in placed:
                 placed[x] = self._store(rewriter, x)
             return placed.get(x, x) if role.kind == "saved" else x
@@ -56,8 +57,9 @@ class OffloadSaved:
 
     def _store(self, rewriter: GraphRewriter, x: fx.Node) -> fx.Node:
         """Inserts, behind ``x``, the move of ``x`` to the host and the wait for the move; returns the wait."""
-        order, cause = _by_stride(x), ir.info(x).origin.host
+        order, cause = _by_stride(x), ir.info(x).origin.host  # ``cause``: the plan entry
         at = rewriter.after(x, suffix="packed", phase="forward", cause=cause)
+        # Dims by stride: the copy on the host is contiguous, and `_load` restores the order of dims.
         last = x if order is None else at.call(aten.permute.default, x, order)
         return insert_move(rewriter, last.next, last, TO_HOST, False, device=HOST, like=x, phase="forward", cause=cause)
 
@@ -74,7 +76,7 @@ class OffloadSaved:
             rewriter, first_use, saved, TO_DEVICE, self.device.type, device=self.device, phase="backward", cause=cause
         )
         if order is not None:
-            back = [order.index(dim) for dim in range(len(order))]
+            back = [order.index(dim) for dim in range(len(order))]  # the inverse permutation
             at = rewriter.before(first_use, saved, "unpacked", phase="backward", cause=cause)
             last = at.call(aten.permute.default, last, back)
         rewriter.redirect(saved, last)
@@ -88,6 +90,7 @@ def _goes_to_host(node: fx.Node) -> bool:
     origin, val = ir.info(node).origin, node.meta["val"]
     if not origin.host or origin.phase != "forward" or not isinstance(val, torch.Tensor):
         return False
+    # Stride 0 of a dim of size 1 repeats nothing.
     return val.numel() > 0 and all(stride or size == 1 for size, stride in zip(val.shape, val.stride(), strict=True))
 
 

@@ -16,9 +16,10 @@ from shardc.ir.graph import Role
 from shardc.ir.op_traits import CAST, communicates, moves_data
 from shardc.ir.rewriter import GraphRewriter
 
+# (joint graph, number of forward outputs) -> (forward, backward).
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
-Mark = Callable[[fx.Node, int], None]
-Cut = tuple[Split, Mark, Mark]
+Mark = Callable[[fx.Node, int], None]  # (node, number of its checkpoint region)
+Cut = tuple[Split, Mark, Mark]  # (split, mark as recomputed, mark as saved)
 
 # Gathers get the last region number, since values that cross into a later region are saved.
 _GATHERS = 1 << 30
@@ -73,7 +74,9 @@ class Partition:
         return forward, backward
 
     def _mark_nodes(self, graph: fx.Graph) -> None:
-        """Marks nodes as recomputed in backward, or as saved."""
+        """Marks nodes as recomputed in backward, or as saved: gathers of parameters by level, other nodes by checkpoint
+        region and policy. Nodes without a mark are left to the partitioner.
+        """
         levels = self.levels(graph)
         for node in ir.placeholders(graph, "param"):
             if level := levels.get(ir.info(node).name, 0):
@@ -85,8 +88,9 @@ class Partition:
                 continue
             origin = ir.info(node).origin
             if node in recomputed:
-                self.recompute(node, origin.region or _GATHERS)
-            # Without a mark, the partitioner is free to compute a node again.
+                self.recompute(node, origin.region or _GATHERS)  # 0: of no region
+            # Collectives, and the rest of a region or policy, which `runs_again` has left out: without a mark, the
+            # partitioner may compute a node again.
             elif communicates(node.target) or (origin.phase == "forward" and (origin.region or origin.policy)):
                 self.save(node, origin.region)
 
@@ -96,9 +100,9 @@ class Partition:
         """
         chain = moved_alone(param)
         if not any(communicates(node.target) for node in chain):
-            return
+            return  # it is not gathered
         parts = {node for node in chain if ir.info(node).is_kept_part}
-        from_parts = set(parts)
+        from_parts = set(parts)  # the slices, and what is computed from them
         for node in chain:  # in order
             if from_parts.intersection(node.all_input_nodes):
                 from_parts.add(node)
@@ -109,7 +113,7 @@ class Partition:
 
 def moved_alone(param: fx.Node) -> list[fx.Node]:
     """Returns the nodes that move or cast ``param`` and depend on nothing else: gathers, views and casts (to float8,
-    too), one after another.
+    too), one after another. Coordinates of ranks, by which slices are taken, may be operands, too.
     """
     chain, work = [], list(param.users)
     seen = {param}
@@ -118,7 +122,7 @@ def moved_alone(param: fx.Node) -> list[fx.Node]:
         if node in seen or not (communicates(node.target) or _moves_or_casts(node)):
             continue
         if any(x not in seen and not is_coordinate(x) for x in data_operands(node)):
-            continue
+            continue  # it reads something else; if that is of the chain, it is met again as a user of that
         seen.add(node)
         chain.append(node)
         work.extend(node.users)
@@ -126,8 +130,8 @@ def moved_alone(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """Returns name of a node -> role of the parameter, buffer or input that the node is, moves or casts, for each node
-    that does nothing else.
+    """Returns name of a node -> role of the parameter, buffer or input that the node is, moves or casts. Nodes that do
+    anything else are not in it.
     """
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *moved_alone(node))}
@@ -140,6 +144,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     outputs = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
     needed = ir.ancestors(x for _, x in outputs)
     for node in gm.graph.nodes:
+        # Inputs stay even if nothing reads them.
         if node in needed or (node.op == "placeholder" and ir.role(node).kind not in ("tangent", TRANSFER)):
             env[node] = graph.node_copy(node, lambda n: env[n])
     out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in outputs))
@@ -152,7 +157,8 @@ def send_once(graph: fx.Graph) -> None:
     no outputs.
 
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
-    ops that read these.
+    ops that read these. Views and casts are merged, too, since equal
+    collectives may read equal ones.
     """
     seen: dict[tuple[object, str, str], fx.Node] = {}
     rewriter = GraphRewriter(graph)
@@ -178,12 +184,12 @@ def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
     A saved output's role has the name of the backward's placeholder that reads it, which no later pass changes.
     """
     output = ir.output_node(gm.graph)
-    saved = output.args[0][len(roles) :]
+    saved = output.args[0][len(roles) :]  # in a backward, none
     output.meta[ir.ROLES] = (*roles, *(Role("saved", x.name, at) for at, x in enumerate(saved)))
     names = set()
     for node in ir.placeholders(gm.graph):
         record = ir.info(node)
-        if record.role is None:
+        if record.role is None:  # of an op in forward, whose result backward takes
             record = replace(record, role=Role("saved", node.name))
         name = record.name if record.name not in names else f"{record.name}.saved"
         names.add(name)

@@ -29,7 +29,8 @@ class SkipRegather:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         named = {ir.info(node).name: node for node in calls}
-        regathered = {name: node for node in calls if (name := ir.info(node).regathers) in named}  # the last op of each
+        # Name of a first gather in this half -> the second gather: the last of its ops, as later ones replace earlier.
+        regathered = {name: node for node in calls if (name := ir.info(node).regathers) in named}
         for name, node in regathered.items():
             node.replace_all_uses_with(named[name])
         if regathered:

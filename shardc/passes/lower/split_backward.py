@@ -35,12 +35,13 @@ class SplitBackward:
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         results = list(ir.outputs(gm.graph))
-        sent = [(role, x) for role, x in results if role.kind == TRANSFER]
-        rest = [(role, x) for role, x in results if role.kind != TRANSFER]
+        sent = [(role, x) for role, x in results if role.kind == TRANSFER]  # gradients that earlier stages wait for
+        rest = [(role, x) for role, x in results if role.kind != TRANSFER]  # gradients of weights, and the like
         if not sent or not rest:
             return (gm, None) if sent else (None, gm)
         for_inputs = ir.ancestors(x for _, x in sent)
         for_weights = ir.ancestors(x for _, x in rest) - for_inputs
+        # What crosses from the first graph to the second: ops of the first that the second reads or returns.
         computed = {x for x in for_inputs if x.op == "call_function"}
         read = {x for node in for_weights for x in node.all_input_nodes} | {
             x for _, x in rest if isinstance(x, fx.Node)
@@ -50,6 +51,7 @@ class SplitBackward:
         weights = cut_out(gm.graph, rest, {x: Role("saved", ir.info(x).name) for x in crossing})
         arguments = {ir.info(node).name: node for node in ir.placeholders(weights)}
         saved = []
+        # The role's name is that of the placeholder which reads it, as between forward and backward.
         for at, x in enumerate(crossing):
             argument = arguments[ir.info(x).name]
             ir.update(argument, role=Role("saved", argument.name))

@@ -56,11 +56,12 @@ class Stages:
         parts = _gathers_by_stage(parts)
         gathered = _gathered(parts)
         openings = self._openings(parts, gathered)
-        graph = ir.copied(parts.body.graph)
+        graph = ir.copied(parts.body.graph)  # which splitting gradients changes
         cut = _Assignment(graph, self.stages, gathered)
         parts = replace(parts, body=LazyGraphModule(parts.body, graph))
         parts, graph, cut = self._split_shared_gradients(parts, cut, gathered)
         bodies, up, down = self._bodies(parts.body, cut)
+        # Each stage has the closing graph of its own results, which takes sums of the terms that it computes.
         terms = {role.name: cut.of_result(role, x) for role, x in ir.outputs(graph) if role.name in parts.reduce}
         closing, closings = parts.closing.graph, []
         at_stage = _stages_of_results(closing, terms, self.stages)
@@ -68,21 +69,22 @@ class Stages:
             chosen = [x for x, stage in zip(ir.outputs(closing), at_stage, strict=True) if stage == at]
             closings.append(LazyGraphModule(parts.closing, cut_out(closing, chosen, {})))
         # Each stage gathers only the parameters that one of its graphs reads.
-        first = [loop.bodies for loop in openings if loop is not None]
+        staged_loops = [loop.bodies for loop in openings if loop is not None]
         read = [
             {ir.role(node).name for gm in graphs for node in ir.placeholders(gm.graph, KNOWN)}
-            for graphs in zip(bodies, closings, *first, strict=True)
+            for graphs in zip(bodies, closings, *staged_loops, strict=True)  # the graphs of each stage
         ]
         gathers = tuple(_part_with_results(parts.gathers, names) for names in read)
         return Staged(parts, openings, bodies, tuple(closings), gathers, up, down, terms)
 
     def _openings(self, parts: Phases, gathered: Mapping[str, frozenset[str]]) -> tuple[StagedLoop | None, ...]:
         """Cuts the loops that run before the forward into stages; returns a `StagedLoop` for each, or None for a loop
-        that every rank runs as a whole.
+        that every rank runs as a whole, since it needs no values of a stage.
         """
         out: list[StagedLoop | None] = []
         places: dict[str, int] = {}  # value that later loops take -> its stage
         for loop in parts.openings:
+            # What runs once runs on all ranks, and each has the parameters of its stages only.
             if (reader := _first_use_of_params(loop.once.graph, gathered)) is not None:
                 raise self._refused(reader, "computes, from parameters, what all microbatches need before the forward")
             if loop.body is None or not places and _first_use_of_params(loop.body.graph, gathered) is None:
@@ -91,8 +93,9 @@ class Stages:
             gm = LazyGraphModule(loop.body, ir.copied(loop.body.graph))
             cut = _Assignment(gm.graph, self.stages, gathered, places)
             bodies, up, down = self._bodies(gm, cut)
-            if (late := next((x for crossing in down for x in crossing), None)) is not None:
-                raise self._refused(late, "is a gradient that all microbatches need before the forward")
+            # A loop passes through the stages once, upwards: it has no backward.
+            if (sent_back := next((x for crossing in down for x in crossing), None)) is not None:
+                raise self._refused(sent_back, "is a gradient that all microbatches need before the forward")
             places |= {role.name: cut.of_result(role, x) for role, x in ir.outputs(gm.graph) if role.kind == KEPT}
             out.append(StagedLoop(bodies, up))
         return tuple(out)
@@ -122,16 +125,18 @@ class Stages:
         down = tuple(cut.crossing(at, False) for at in range(count - 1))
         bodies = []
         for at in range(count):
-            first: Outputs = [(role, x) for role, x, stage in results if stage == at and role.kind != "grad"]
+            # Results of forward before those of backward (role "grad"), as in any joint graph. What crosses a boundary
+            # may be of an earlier stage, and only pass through this one: a stage returns what it computes itself.
+            outputs: Outputs = [(role, x) for role, x, stage in results if stage == at and role.kind != "grad"]
             grads: Outputs = [(role, x) for role, x, stage in results if stage == at and role.kind == "grad"]
             sent_up = [x for x in up[at] if cut.stage[x] == at] if at < len(up) else []
             sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
-            first = [*first, *with_roles(TRANSFER, sent_up, len(first))]
+            outputs = [*outputs, *with_roles(TRANSFER, sent_up, len(outputs))]
             grads = [*grads, *with_roles("grad", sent_down, len(grads))]
             received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
             # What comes from the stage behind are gradients, which only backward reads.
-            late = {x for boundary in down[at : at + 1] for x in boundary}
-            part = cut_out(gm.graph, [*first, *grads], received, late)
+            late = {x for boundary in down[at : at + 1] for x in boundary}  # none behind the last stage
+            part = cut_out(gm.graph, [*outputs, *grads], received, late)
             bodies.append(LazyGraphModule(gm, part))
         return tuple(bodies), up, down
 
@@ -149,8 +154,9 @@ class Stages:
         graph, closing = parts.body.graph, LazyGraphModule(parts.closing, ir.copied(parts.closing.graph))
         results, reduce, changed = [], dict(parts.reduce), False
         for role, x in ir.outputs(graph):
+            # Sums only: summands of stages, as those of microbatches, may be added in any order.
             terms = cut.summands(x) if role.kind == "grad" and reduce.get(role.name) == "sum" else []
-            if len({cut.stage.get(term, -1) for term in terms}) < 2:
+            if len({cut.stage.get(term, -1) for term in terms}) < 2:  # of one stage
                 results.append((role, x))
                 continue
             changed = True
@@ -163,6 +169,7 @@ class Stages:
             return parts, graph, cut
         numbered = [(replace(role, index=at) if role.kind == "grad" else role) for at, (role, _) in enumerate(results)]
         body = cut_out(graph, [(role, x) for role, (_, x) in zip(numbered, results, strict=True)], {})
+        # The stages again: `body` has other nodes, and no longer those that added the summands.
         parts = replace(parts, body=LazyGraphModule(parts.body, body), closing=closing, reduce=reduce)
         return parts, body, _Assignment(body, self.stages, gathered)
 
@@ -189,7 +196,7 @@ class _Assignment:
 
     def __post_init__(self) -> None:
         self.needs_tangent = needs_tangent(self.graph)
-        self._params: dict[fx.Node, frozenset[str]] = {}  # of what only moves parameters
+        self._params: dict[fx.Node, frozenset[str]] = {}  # node that is, or only moves, parameters -> their names
         for node in ir.placeholders(self.graph):
             role = ir.role(node)
             self._params[node] = (
@@ -198,20 +205,21 @@ class _Assignment:
             if role.kind == KEPT:
                 self.stage[node] = self.places[role.name]
         inputs = [x for x in ir.placeholders(self.graph) if ir.role(x).kind in ("input", "buffer", "key", "tangent")]
-        self._of_inputs = set(inputs)
+        self._of_inputs = set(inputs)  # and, as they are met, nodes that every stage computes from these
         undecided: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and not self._is_computed_anywhere(node):
                 stage = self._stage_of(node)
                 if stage is None:
                     undecided.append(node)
-                self.stage[node] = 0 if stage is None else stage
-        for node in reversed(undecided):  # at its earliest use
+                self.stage[node] = 0 if stage is None else stage  # 0 raises no reader's stage
+        # At its earliest use, so that it is not sent further than needed; users are decided before operands.
+        for node in reversed(undecided):
             if readers := self.readers(node):
                 self.stage[node] = min(readers)
 
     def readers(self, node: fx.Node) -> list[int]:
-        """Returns the stages of the ops that read ``node``."""
+        """Returns the stages of the ops that read ``node``; ops that every stage computes have none."""
         return [self.stage[user] for user in node.users if user in self.stage]
 
     def crossing(self, at: int, up: bool) -> tuple[fx.Node, ...]:
@@ -221,12 +229,19 @@ class _Assignment:
         out = []
         for node, stage in self.stage.items():
             readers = self.readers(node)
-            if (stage <= at and any(r > at for r in readers)) if up else (stage > at and any(r <= at for r in readers)):
+            if up:
+                crosses = stage <= at and any(reader > at for reader in readers)
+            else:
+                crosses = stage > at and any(reader <= at for reader in readers)
+            if crosses:
                 out.append(node)
         return tuple(out)
 
     def of_result(self, role: Role, x: object) -> int:
-        """Returns the stage that computes the output ``x`` of ``role``; the last stage if nothing decides it."""
+        """Returns the stage that computes the output ``x`` of ``role``; the last stage if nothing decides it.
+
+        An output that only moves parameters is computed where these are stored.
+        """
         if isinstance(x, fx.Node) and x in self.stage:
             return self.stage[x]
         params = self._params.get(x, frozenset()) if isinstance(x, fx.Node) else frozenset()
@@ -240,7 +255,7 @@ class _Assignment:
         """
         if not isinstance(x, fx.Node) or x not in self.stage:
             return []
-        between: list[fx.Node] = []
+        between: list[fx.Node] = []  # casts and views between ``x`` and the sum, those next to ``x`` first
         top = x
         while (top.target is CAST or is_view(top.target)) and len(top.all_input_nodes[0].users) == 1:
             between.append(top)
@@ -250,7 +265,7 @@ class _Assignment:
             return [x]
         out = []
         for term in terms:
-            for node in reversed(between):
+            for node in reversed(between):  # from the sum on
                 with self.graph.inserting_before(x):
                     copy = self.graph.node_copy(node, lambda _, term=term: term)
                 ir.update(copy, name=f"{ir.info(node).name}.of_{ir.info(term).name}")
@@ -264,6 +279,7 @@ class _Assignment:
         such sums among them taken apart in turn; else [``x``].
         """
         operands = x.all_input_nodes
+        # Of two different nodes, without ``alpha``, and without broadcasting or promotion: each is a term as it is.
         is_sum = x.target is torch.ops.aten.add.Tensor and len(operands) == len(x.args) == 2 and not x.kwargs
         like = [(y.meta["val"].shape, y.meta["val"].dtype) for y in (x, *operands)] if is_sum else []
         if not is_sum or len(set(like)) > 1 or len(x.users) > 1:
@@ -272,11 +288,11 @@ class _Assignment:
 
     def _is_computed_anywhere(self, node: fx.Node) -> bool:
         """Returns whether ``node`` needs no stage of its own, since every stage that reads it can compute it: it
-        depends on inputs only, or only moves a parameter.
+        depends on inputs only, or only moves a parameter. Records which of the two it is, for the nodes behind it.
         """
         operands = node.all_input_nodes
         if any(x in self.stage for x in operands):
-            return False
+            return False  # it reads what one stage computes
         params = self._params_read(node)
         moves = communicates(node.target) or moves_data(node.target) or is_view(node.target) or node.target is CAST
         reads_inputs = any(x in self._of_inputs for x in operands)
@@ -293,10 +309,12 @@ class _Assignment:
         forward if neither module, operands nor parameters decide it.
         """
         operands = [x for x in node.all_input_nodes if x in self.stage]
-        module = self.stages.of_module(ir.info(node).origin.module)
-        of_module = [] if module is None else [module]
+        stage = self.stages.of_module(ir.info(node).origin.module)
+        of_module = [] if stage is None else [stage]
+        # Gradients go down through the stages.
         if gradients := [self.stage[x] for x in operands if x in self.needs_tangent]:
             return min([*gradients, *of_module])
+        # Other values go up. A module that several stages share, and no operand of a stage: the parameters decide.
         earliest = [*(self.stage[x] for x in operands), *of_module]
         if not earliest and (params := self._params_read(node)):
             earliest = [self._last_owner(params)]
@@ -315,7 +333,7 @@ def _gathers_by_stage(parts: Phases) -> Phases:
     """Moves the gathers that run once for all microbatches from the loops of ``parts`` to its field ``gathers``, so
     that each stage can run its own part of them. Returns the changed parts.
     """
-    alone = [loop for loop in parts.openings if loop.body is None]
+    alone = [loop for loop in parts.openings if loop.body is None]  # at most one, the first (see `Microbatch`)
     return replace(parts, openings=parts.openings[1:], gathers=alone[0].once) if alone else parts
 
 
@@ -325,17 +343,18 @@ def _first_use_of_params(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.
 
     Parameters without dims do not count: all ranks have them.
     """
-    moved: set[fx.Node] = set()
+    moved: set[fx.Node] = set()  # parameters, and what only moves them
     for node in ir.placeholders(graph):
         role = ir.role(node)
-        if role.name in gathered if role.kind == KNOWN else role.kind == "param" and node.meta["val"].dim():
+        is_gathered = role.kind == KNOWN and role.name in gathered
+        if is_gathered or (role.kind == "param" and node.meta["val"].dim()):
             moved.update((node, *moved_alone(node)))
     return next((x for x in graph.nodes if x.op != "output" and x not in moved and moved & {*x.all_input_nodes}), None)
 
 
 def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
     """Returns name of a gathered parameter -> names of the parameters that it is computed from, for what is gathered
-    once for all microbatches.
+    once for all microbatches. Later graphs take it as an argument (role `KNOWN`).
     """
     out: dict[str, frozenset[str]] = {}
     for gm in (parts.gathers, *(loop.once for loop in parts.openings)):
@@ -365,7 +384,7 @@ def _replace_by_sum(closing: fx.Graph, name: str, terms: list[str]) -> None:
     """
     total = next(node for node in ir.placeholders(closing, SUM) if ir.role(node).name == name)
     rewriter, record = GraphRewriter(closing), ir.info(total)
-    sums: list[fx.Node] = []
+    sums: list[fx.Node] = []  # the new arguments
     for term in terms:
         with closing.inserting_before(total):
             argument = closing.placeholder(f"{total.name}_{len(sums)}")
@@ -385,7 +404,7 @@ def _stages_of_results(closing: fx.Graph, terms: Mapping[str, int], stages: Pipe
 
     That is the parameter's stage for its gradient; for others the last stage of the terms that the result depends on.
     """
-    last: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}  # node -> the last stage that a term it depends on comes from; 0 if there is none
     for node in closing.nodes:
         from_operands = [last[x] for x in node.all_input_nodes]
         role = ir.role(node) if node.op == "placeholder" else None
