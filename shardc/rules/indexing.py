@@ -29,90 +29,112 @@ aten = torch.ops.aten
 
 
 def _embedding(call: Call) -> Spec:
-    """Return the spec of an embedding lookup: a split of the rows of the table leaves a partial sum."""
+    """Return the spec of an embedding lookup, of a table ``v d`` and an index ``i...``: a split of the rows ``v`` of
+    the table leaves a partial sum, as each rank has zeros for the rows of other ranks.
+    """
     loops = Loops(call)
     weight, index = loops.shapes
-    rows, row = loops.dims("i", index), loops.dim("d", weight[1])
-    return loops.spec([(loops.indexed("v", weight[0], "sum"), row), rows], [(*rows, row)], linear=[{0}])
+    ids, row = loops.dims("i", index), loops.dim("d", weight[1])
+    of_table = (loops.indexed("v", weight[0], kind="sum"), row)
+    table_position = 0  # the lookup is linear in the table
+    return loops.spec([of_table, ids], [(*ids, row)], linear=[{table_position}])
 
 
 def _embedding_local(local: Local) -> Emitted:
     """Emit and return a lookup in this rank's rows of the table; entries of other ranks read as zero."""
     index, mask = locate(local, local.operands[0], 0, local.operand("indices"))
-    if mask is None:
+    if mask is None:  # the rows are not split
         return local.same(indices=index)
+    # Without the other arguments (`padding_idx`, ...): they matter to the gradient alone.
     rows = local.builder.call(aten.embedding.default, local.operand("weight"), index)
-    return zero_unless(local, align(local, mask, 1), rows)
+    return zero_unless(local, align(local, mask, 1), rows)  # a row has one dim more than its index
 
 
 def _embedding_backward(call: Call) -> Spec:
-    """Return the spec of the gradient of a table: a split of the index leaves a partial sum. With
-    ``scale_grad_by_freq`` neither index nor rows may be split.
+    """Return the spec of the gradient of a table: rows ``i... d`` of the incoming gradient are added at an index
+    ``i...`` to a table ``v d``, so that a split of the index leaves a partial sum. With ``scale_grad_by_freq`` neither
+    index nor rows may be split.
     """
     loops = Loops(call)
     grad, index = loops.shapes
     # Scaling by frequency counts how often each index occurs, so every rank needs all of them.
     counts = call["scale_grad_by_freq"]
-    rows, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
+    ids, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
     vocabulary = loops.dim("v", call["num_weights"], WHOLE if counts else FREE)
-    return loops.spec([(*rows, row), rows], [(vocabulary, row)], linear=[{0}])
+    grad_position = 0  # linear in the incoming gradient
+    return loops.spec([(*ids, row), ids], [(vocabulary, row)], linear=[{grad_position}])
 
 
 def _embedding_backward_local(local: Local) -> Emitted:
-    """Emit and return the gradient of this rank's rows of the table."""
+    """Emit and return the gradient of this rank's rows of the table. An entry whose row another rank holds adds zero to
+    the local row 0.
+    """
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
     call, indices, padding = local.builder.call, local.operand("indices"), local.call["padding_idx"]
     index, mask = to_local_indices(local, layout, 0, indices)
+    # The padding index is a global one (-1 for none), so its entries are masked here in place of by the op.
     if padding >= 0:
         mask = call(aten.logical_and.default, mask, call(aten.ne.Scalar, indices, padding))
     grad = zero_unless(local, align(local, mask, 1), local.operand("grad_output"))
-    return call(aten.embedding_dense_backward.default, grad, index, layout.local_shape[0], -1, False)
+    no_padding, scale_by_frequency = -1, False  # with scaling the rows are never split
+    rows = layout.local_shape[0]
+    return call(aten.embedding_dense_backward.default, grad, index, rows, no_padding, scale_by_frequency)
 
 
 def _embedding_bag(call: Call) -> Spec:
-    """Return the spec of ``embedding_bag``: rows are reduced bag by bag, so only the embedding dim can be split."""
+    """Return the spec of ``embedding_bag``: rows are reduced bag by bag, so only the embedding dim ``d`` can be
+    split.
+    """
     loops = Loops(call)
     row = loops.dim("d", loops.shapes[0][1])
     operands: list[Dims] = [(loops.dim("v", loops.shapes[0][0], WHOLE), row)]
     operands += [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes[1:])]
+    # Results: the bags, two that follow from the indices alone, and the index of the largest row (in mode "max" only,
+    # per element of a bag).
     bags = loops.dim("bags", loops.result_shapes[0][0], WHOLE)
-    rest = [loops.dims(f"y{at}.", shape, WHOLE) for at, shape in enumerate(loops.result_shapes[1:-1])]
-    # In mode "max" the last result is the index of the largest row, per element.
+    of_indices = [loops.dims(f"y{at}.", shape, WHOLE) for at, shape in enumerate(loops.result_shapes[1:-1])]
     largest = (bags, row) if call["mode"] == _MAX else loops.dims("largest", loops.result_shapes[-1], WHOLE)
-    replicated = [1, 2] if call["mode"] == _MAX else [1, 2, 3]
-    return loops.spec(operands, [(bags, row), *rest, largest], replicated=replicated)
+    replicated = [1, 2] if call["mode"] == _MAX else [1, 2, 3]  # positions of results that no split of d changes
+    return loops.spec(operands, [(bags, row), *of_indices, largest], replicated=replicated)
 
 
-_MAX = 2
+_MAX = 2  # torch's number for the mode "max"
 
 
 # --- gather and scatter: the index has as many dims as the tensor
 
 
 def _gather_factors(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
-    """Return (`Loops`, factors of each operand's dims) of a gather or scatter along argument ``dim``. ``looked_up`` and
-    ``over``: kinds of the factors of the tensor's indexed dim and of the index along it.
+    """Return (`Loops`, factors of each operand's dims) of a gather or scatter along argument ``dim``. The operands are
+    the tensor, the index and, of a scatter of a tensor, the source.
 
-    These are ``v`` of the tensor (operand 0), and ``k`` of the index and the source. The other dims share a factor if
+    Along ``dim`` the tensor has the factor ``v``, the index and the source have ``k``. The other dims share a factor if
     all operands have the same size there; if not they are whole.
+
+    Example: ``gather(x, 1, index)`` with ``x`` [8, 10] and ``index`` [8, 3] has the operands (d0, v) and (d0, k).
+
+    Args:
+        looked_up: kind of ``v``: "sum" if the op reads the tensor, `FREE` if it writes to it.
+        over: kind of ``k``.
     """
     loops = Loops(call)
     if len({len(shape) for shape in loops.shapes}) > 1:
         # torch accepts an empty index of any rank, and a zero-dim index for a single entry.
         return loops, [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes)]
     dim = call.dim
+    tensor, index = 0, 1  # positions of the operands
     out: list[list[Factors]] = [[] for _ in loops.shapes]
-    for i, sizes in enumerate(zip(*loops.shapes, strict=True)):
+    for i, sizes in enumerate(zip(*loops.shapes, strict=True)):  # dim by dim, the sizes that the operands have there
         for at, size in enumerate(sizes):
-            if i == dim and at == 0:
+            if i == dim and at == tensor:
                 out[at].append(loops.indexed("v", size, looked_up))
-            elif i == dim and at == 1:
+            elif i == dim and at == index:
                 # A source larger than its index cannot be split with it: their shards would not correspond.
-                out[at].append(loops.dim("k", size, over if set(sizes[1:]) == {size} else WHOLE))
-            elif i == dim and size == sizes[1]:
-                out[at].append(out[1][i])
+                out[at].append(loops.dim("k", size, over if set(sizes[index:]) == {size} else WHOLE))
+            elif i == dim and size == sizes[index]:  # the source, entry by entry as the index
+                out[at].append(out[index][i])
             elif i != dim and len(set(sizes)) == 1:
                 out[at].append(loops.dim(f"d{i}", size))
             else:
@@ -121,9 +143,12 @@ def _gather_factors(call: Call, looked_up: str, over: str) -> tuple[Loops, list[
 
 
 def _gather(call: Call) -> Spec:
-    """Return the spec of ``gather``: a split of the dim looked up leaves a partial sum."""
+    """Return the spec of ``gather``: a split of the dim looked up leaves a partial sum. The result has the dims of the
+    index.
+    """
     loops, (x, index) = _gather_factors(call, looked_up="sum", over=FREE)
-    return loops.spec([x, index], [index], linear=[{0}])
+    tensor_position = 0  # linear in the tensor that is read
+    return loops.spec([x, index], [index], linear=[{tensor_position}])
 
 
 def _lookup_local(local: Local) -> Emitted:
@@ -132,30 +157,36 @@ def _lookup_local(local: Local) -> Emitted:
     """
     dim, (x, of_index) = local.call.dim, local.call.operands
     index, mask = locate(local, local.operands[0], dim, local.operand("index"))
-    if mask is None:
+    if mask is None:  # the dim looked up is not split
         return local.same(index=index)
-    # An index of one dim (`index_select`): its mask applies along the indexed dim.
+    # An index of one dim (`index_select`): its mask applies along the indexed dim, so dims are appended for those
+    # behind it. An index of `gather` has the dims of the result already.
     if len(of_index.shape) != len(x.shape):
         mask = align(local, mask, len(local.results[0].shape) - dim - len(of_index.shape))
     return zero_unless(local, mask, local.same(index=index))
 
 
 def _scatter(call: Call) -> Spec:
-    """Return the spec of writes that replace: a rank writes the entries that it holds, so all ranks need the index."""
+    """Return the spec of writes that replace (``scatter``, ``scatter_reduce``): a rank writes the entries that it
+    holds, so all ranks need the index.
+    """
     loops, operands = _gather_factors(call, looked_up=FREE, over=WHOLE)
+    tensor, source = 0, 2  # positions of the operands; the index is at 1
+    # A partial sum passes if what is written is one as well, or zero: another number would be added once per rank.
+    # A `scatter_reduce` passes none.
     linear: list[set[int]] = []
     if call.name == "aten.scatter.src":
-        linear = [{0, 2}]
+        linear = [{tensor, source}]
     elif call.name == "aten.scatter.value" and call["value"] == 0:
-        linear = [{0}]
-    return loops.spec(operands, operands[:1], linear=linear)
+        linear = [{tensor}]
+    return loops.spec(operands, results=operands[:1], linear=linear)
 
 
 def _scatter_add(call: Call) -> Spec:
     """Return the spec of writes that add: entries may be split over ranks, and the result is then a partial sum."""
     loops, operands = _gather_factors(call, looked_up=FREE, over="sum")
     tensor, source = 0, 2  # the op is linear in both together
-    return loops.spec(operands, operands[:1], linear=[{tensor, source}])
+    return loops.spec(operands, results=operands[:1], linear=[{tensor, source}])
 
 
 # --- index_select, index_add, ...: a one-dim index, each entry of which selects a slice of the tensor
@@ -176,6 +207,7 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     loops = Loops(call)
     dim = call.dim
     shape = loops.shapes[0]
+    # Factors d0, d1, ... of the dims, and v of the indexed one.
     x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)} if shape else None)
     index = loops.dims("k", loops.shapes[1], over)
     if not shape:  # torch indexes a zero-dim tensor as if it had one dim
@@ -186,19 +218,24 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
 
 def _index_select(call: Call) -> Spec:
     """Return the spec of ``index_select``: a split of the dim looked up leaves a partial sum."""
-    loops, x, index, slices = _slices(call, "sum", FREE)
-    return loops.spec([x, index], [slices], linear=[{0}])
+    loops, x, index, slices = _slices(call, looked_up="sum", over=FREE)
+    tensor_position = 0  # linear in the tensor that is read
+    return loops.spec([x, index], [slices], linear=[{tensor_position}])
 
 
 def _index_write(call: Call, over: str) -> Spec:
-    """Return the spec of a write by index of whole slices, such as ``index_copy``. ``over``: the kind of the factor of
-    the index.
+    """Return the spec of a write by index of whole slices: ``index_add``, ``index_copy``, ``index_fill``. ``over``: the
+    kind of the factor of the index: "sum" for writes that add, `WHOLE` for writes that replace, since a rank then
+    needs the complete index for the entries that it holds.
     """
-    loops, x, index, slices = _slices(call, FREE, over)
+    loops, x, index, slices = _slices(call, looked_up=FREE, over=over)
+    tensor, source = 0, 2  # positions of the operands; the index is at 1
     if len(loops.shapes) == 2:
-        return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else ())
-    # index_fill takes a zero-dim tensor that fills every slice.
-    return loops.spec([x, index, slices if loops.shapes[2] else ()], [x], linear=[{0, 2}])
+        # `index_fill` with a number. Into a partial sum it may write zeros only: others would count once per rank.
+        return loops.spec([x, index], [x], linear=[{tensor}] if call["value"] == 0 else ())
+    # `index_fill` also takes a zero-dim tensor, without factors, that fills every slice.
+    written = slices if loops.shapes[source] else ()
+    return loops.spec([x, index, written], [x], linear=[{tensor, source}])
 
 
 def _write_local(local: Local) -> Emitted:
@@ -206,29 +243,32 @@ def _write_local(local: Local) -> Emitted:
     write to an extra element at the end, which is then cut off.
     """
     layout, dim = local.results[0], local.call.dim
-    wraps = local.call.target.overloadpacket is aten.index_fill
-    index, mask = locate(local, layout, dim, local.operand("index"), wraps)
-    if mask is None:
+    accepts_negative = local.call.target.overloadpacket is aten.index_fill  # as places from the end
+    index, mask = locate(local, layout, dim, local.operand("index"), wraps=accepts_negative)
+    if mask is None:  # the indexed dim is not split
         return local.same(index=index)
+    # A mask as for lookups would not do: an entry of another rank must leave what it points at as it is.
     padded, index = past_end(local, local.operand("self"), layout, dim, index, mask)
     written = local.same(self=padded, index=index)
     return local.builder.call(aten.slice.Tensor, written, dim, 0, layout.local_shape[dim])
 
 
 def _add_local(source: str) -> Localize:
-    """Return the localize function of ops that add entries of their argument ``source`` to a tensor, by index. Each
-    rank adds the entries whose places are in its shard, and zeros in place of the other entries.
+    """Return the localize function of ops that add entries of their argument named ``source`` to a tensor, by index
+    (``scatter_add``, ``index_add``). Each rank adds the entries whose places are in its shard, and zeros in place of
+    the other entries.
     """
 
     def localize(local: Local) -> Emitted:
         dim, added = local.call.dim, local.operand(source)
         checked = in_range(local, local.results[0], dim, local.operand("index"))
+        # If entries are split over ranks, the results are summed: only one rank may start from the tensor itself.
         total = once_per_sum(local, local.operand("self"))
         if not split(local.results[0], dim):
             return local.same(self=total, index=checked)
         index, mask = to_local_indices(local, local.results[0], dim, checked)
         source_shape, index_shape = local.call.operands[2].shape, local.call.operands[1].shape
-        if len(source_shape) != len(index_shape):
+        if len(source_shape) != len(index_shape):  # `index_add`: each entry of its index is for a slice of the source
             mask = align(local, mask, len(source_shape) - dim - 1)
         for i, (size, used) in enumerate(zip(source_shape, index_shape, strict=False)):
             # The source may be larger than the index (`_gather_factors` keeps both whole then): use its begin.
@@ -243,8 +283,8 @@ def _add_local(source: str) -> Localize:
 
 
 def _sorted(call: Call) -> Spec:
-    """Return the spec of a search in sorted boundaries. Their last dim must not be split; the dims before it may be,
-    together with those of the values that are searched.
+    """Return the spec of a search for values in sorted boundaries: ``bucketize``, ``searchsorted``. The last dim of the
+    boundaries must not be split; the dims before it may be, together with those of the values.
     """
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
@@ -252,24 +292,26 @@ def _sorted(call: Call) -> Spec:
     shared = len(boundaries) - 1
 
     def dims(name: str, shape: Sequence[int]) -> Dims:
-        prefix = "n" if name != "self" else "d"
+        # The values are the argument "self". Boundaries, and a sorter of their shape, share all dims but the last.
         return tuple(
-            loops.dim(f"d{i}" if i < shared else f"{prefix}{i}", size, FREE if i < shared or prefix == "d" else WHOLE)
+            loops.dim(f"d{i}", size) if i < shared or name == "self" else loops.dim(f"n{i}", size, WHOLE)
             for i, size in enumerate(shape)
         )
 
-    return loops.spec(
-        [dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.result_shapes[0])]
-    )
+    operands = [dims(name, shape) for name, shape in shapes.items()]
+    return loops.spec(operands, results=[dims("self", loops.result_shapes[0])])
 
 
 # --- isin
 
 
 def _isin(call: Call) -> Spec:
-    """Return the spec of ``isin``: test elements may be split, which leaves a partial "max" ("min" if inverted)."""
+    """Return the spec of ``isin``: test elements may be split, which leaves a partial "max" ("min" if inverted): an
+    element is in the set if any rank has it.
+    """
     loops, kind = Loops(call), "min" if call["invert"] else "max"
     elements = loops.dims("d", loops.result_shapes[0])
+    # Of elements and test elements ("t..."), one may be a number, which is no operand.
     tests = [
         loops.dims("t", shape, kind) for name, shape in zip(loops.names, loops.shapes, strict=True) if name[0] == "t"
     ]
@@ -315,21 +357,25 @@ class Indexed:
     Args:
         looked_up: kind of the indexed factors ``v``.
         over: kind of the factors ``b`` of the shape that the indices broadcast to.
+
+    Attributes:
+        x, indices, picked: factors of each dim of the tensor, of each index tensor, and of what is picked (read).
+        before, after: numbers of dims of ``picked`` before and after those of the indices.
     """
 
     def __init__(self, call: Call, looked_up: str, over: str) -> None:
         self.loops = loops = Loops(call)
         shape = loops.shapes[0]
         at = indexed_dims(call)
-        indices = [call["indices"][dim].shape for dim in at]
-        index_shape = torch.broadcast_shapes(*indices)
-        entries = loops.dims("b", index_shape, over)
+        index_shapes = [call["indices"][dim].shape for dim in at]
+        entries = loops.dims("b", torch.broadcast_shapes(*index_shapes), over)
         indexed_factors = {i: loops.indexed(f"v{i}", shape[i], looked_up) for i in at}
         self.x = loops.dims("d", shape, but=indexed_factors)
-        self.indices: list[Dims] = [broadcast_factors(entries, shape) for shape in indices]
+        self.indices: list[Dims] = [broadcast_factors(entries, index_shape) for index_shape in index_shapes]
         # NumPy's rule: adjacent index tensors leave their dims in place, others move them to the front.
-        self.before = at[0] if at and at[-1] - at[0] == len(at) - 1 else 0
-        rest = [factors for i, factors in enumerate(self.x) if i not in at]
+        adjacent = bool(at) and at[-1] - at[0] == len(at) - 1
+        self.before = at[0] if adjacent else 0
+        rest = [factors for i, factors in enumerate(self.x) if i not in at]  # dims that are not indexed stay
         self.picked: Dims = (*rest[: self.before], *entries, *rest[self.before :])
         self.after = len(rest) - self.before
 
@@ -340,7 +386,9 @@ def indexed_dims(call: Call) -> list[int]:
 
 
 def _masks(call: Call) -> bool:
-    """Return whether an index is a boolean mask, for which the number of results depends on data."""
+    """Return whether an index is a boolean mask (or a byte tensor, which torch reads as one), for which the number of
+    results depends on data.
+    """
     return any(call["indices"][dim].dtype in (torch.bool, torch.uint8) for dim in indexed_dims(call))
 
 
@@ -352,21 +400,26 @@ def _all_whole(call: Call) -> Spec:
 
 
 def _index(call: Call) -> Spec:
-    """Return the spec of indexing by tensors, ``x[i, :, j]``."""
+    """Return the spec of indexing by tensors, ``x[i, :, j]``. A split of an indexed dim leaves a partial sum, as each
+    rank reads zeros for the entries of others; the entries of the indices may be split freely.
+    """
     if _masks(call):
         return _all_whole(call)
-    dims = Indexed(call, "sum", FREE)
-    return dims.loops.spec([dims.x, *dims.indices], [dims.picked], linear=[{0}])
+    dims = Indexed(call, looked_up="sum", over=FREE)
+    tensor_position = 0  # linear in the tensor that is read
+    return dims.loops.spec([dims.x, *dims.indices], [dims.picked], linear=[{tensor_position}])
 
 
 def _index_put(call: Call) -> Spec:
-    """Return the spec of a write by tensors of indices, ``x[i, :, j] = y``."""
+    """Return the spec of a write by tensors of indices, ``x[i, :, j] = y``. A rank writes the entries that it holds. If
+    the write adds, ranks may share the entries, which leaves a partial sum; if it replaces, each rank needs all.
+    """
     if _masks(call):
         return _all_whole(call)
-    dims = Indexed(call, FREE, "sum" if call["accumulate"] else WHOLE)
-    values = len(dims.indices) + 1
+    dims = Indexed(call, looked_up=FREE, over="sum" if call["accumulate"] else WHOLE)
+    tensor, values = 0, len(dims.indices) + 1  # positions of the operands; the indices are in between
     operands = [dims.x, *dims.indices, broadcast_factors(dims.picked, dims.loops.shapes[values])]
-    return dims.loops.spec(operands, [dims.x], linear=[{0, values}])
+    return dims.loops.spec(operands, [dims.x], linear=[{tensor, values}])
 
 
 # --- on shards
@@ -382,6 +435,7 @@ def _locate_all(local: Local, layout: Layout) -> tuple[list[Emitted], list[int],
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]
     for dim in indexed_dims(local.call):
         indices[dim], is_local = locate(local, layout, dim, indices[dim], wraps=True)
+        # A rank holds an entry if it holds its index along each split dim.
         if is_local is not None:
             mask = is_local if mask is None else call(aten.logical_and.default, mask, is_local)
     return indices, dims, mask
@@ -389,28 +443,34 @@ def _locate_all(local: Local, layout: Layout) -> tuple[list[Emitted], list[int],
 
 def _index_local(local: Local) -> Emitted:
     """Emit and return indexing by tensors on a shard; entries of other ranks read as zero."""
-    indices, dims, mask = _locate_all(local, local.operands[0])
-    if not dims:
+    indices, split_dims, mask = _locate_all(local, local.operands[0])
+    if not split_dims:
         return local.same(indices=indices)
-    after = Indexed(local.call, FREE, FREE).after
+    # The mask covers the dims of the index, which the ``after`` other dims of the result follow.
+    after = Indexed(local.call, looked_up=FREE, over=FREE).after  # of any kind: only the order of dims is asked for
     return zero_unless(local, align(local, mask, after), local.same(indices=indices))
 
 
 def _index_put_local(local: Local) -> Emitted:
-    """Emit a write by tensors of indices to this rank's entries, and return its result."""
+    """Emit a write by tensors of indices to this rank's entries, and return its result. Where it adds, entries of other
+    ranks add zero; where it replaces, they are written to an extra element at the end, which is then cut off.
+    """
     layout = local.results[0]
     x = local.operand("self")
-    indices, dims, mask = _locate_all(local, layout)
-    if not dims:
+    indices, split_dims, mask = _locate_all(local, layout)
+    # `once_per_sum`: if entries are split over ranks, the results are summed, and ``x`` must count once.
+    if not split_dims:
         return local.same(self=once_per_sum(local, x), indices=indices)
     if local.call["accumulate"]:
         # The mask covers the dims of the index, which each value's own ``after`` dims follow.
-        after = Indexed(local.call, FREE, FREE).after
+        after = Indexed(local.call, looked_up=FREE, over=FREE).after
         values = zero_unless(local, align(local, mask, after), local.operand("values"))
         return local.same(self=once_per_sum(local, x), indices=indices, values=values)
-    x, indices[dims[0]] = past_end(local, x, layout, dims[0], indices[dims[0]], mask)
+    # An extra element along one dim is enough for all entries of other ranks.
+    dim = split_dims[0]
+    x, indices[dim] = past_end(local, x, layout, dim, indices[dim], mask)
     written = local.same(self=x, indices=indices)
-    return local.builder.call(aten.slice.Tensor, written, dims[0], 0, layout.local_shape[dims[0]])
+    return local.builder.call(aten.slice.Tensor, written, dim, 0, layout.local_shape[dim])
 
 
 _BY_TENSORS = table(
