@@ -61,6 +61,8 @@ class Border:
     versions and take hooks as on one device.
 
     Attributes:
+        half: returns a graph of the program by its phase.
+        count: number of a forward's outputs (new values of buffers among them). Values saved for backward follow.
         dtensors: whether outputs become DTensors.
     """
 
@@ -68,9 +70,10 @@ class Border:
 
     def __init__(self, program: Executable) -> None:
         self.program, self.half, self.count = program, program.half, len(program.outputs)
-        self._reads: dict[Half, list[tuple[Role, int]]] = {}
-        self._shared: dict[Half, dict[int, SameMemory]] = {}
-        self._views: dict[Half, Views] = {}
+        # Computed at the first run of each graph, as all its runs alias alike.
+        self._reads: dict[Half, list[tuple[Role, int]]] = {}  # results of `reads`
+        self._shared: dict[Half, dict[int, SameMemory]] = {}  # results of `_same_memory`
+        self._views: dict[Half, Views] = {}  # results of `views`
         self._aliasing: dict[Half, dict[int, Returned]] = {}  # half -> position of an output or base -> how it aliases
 
     @cached_property
@@ -80,7 +83,9 @@ class Border:
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """One bool per argument of the forward graph: whether it is a parameter, or the backward graph reads it."""
+        """One bool per argument of the forward graph: whether autograd's node keeps it for the backward. It keeps
+        parameters, whose layout their gradients get, and what the backward graph reads.
+        """
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
@@ -109,6 +114,7 @@ class Border:
         """
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
+            # A base is in the memory of the outputs that are its views, so the first of them says what it aliases.
             bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
             self._views[half], self._aliasing[half] = views, self._returned | bases
         return self._views[half]
@@ -149,13 +155,12 @@ class Border:
         """Wraps as `ReadOnly` each output that shares memory with another tensor on one device, but not here. Returns
         all outputs.
         """
-        views = self._views[half]
-        for at in views.read_only:
+        position_of = {port.role.name: position for position, port in enumerate(half.takes)}
+        for at in self._views[half].read_only:
             if not isinstance(outputs[at], Tensor):
                 continue
             output = self._aliasing[half][at]
-            takes = {port.role.name: at for at, port in enumerate(half.takes)}
-            source = feed[takes[output.of]] if output.of in takes else None
+            source = feed[position_of[output.of]] if output.of in position_of else None
             outputs[at] = read_only(outputs[at], output, self._index_of(half, at), self.program.returned, source)
         return outputs
 
@@ -200,19 +205,22 @@ class Border:
         same_memory = self._same_memory(self.half(FORWARD), outputs, saved, feed)
         for at, shared in same_memory.items():
             for name in shared.saved:
+                # Another tensor object than the output, which autograd's node must not hold.
                 saved[self.places[name]] = saved[self.places[name]].detach()
             outputs[at] = self._aliased_output(at, shared, outputs, feed)
         for at, x in enumerate(outputs):
             if at in self._returned and self._returned[at].same is not None:
-                outputs[at] = None  # it is an earlier one
+                outputs[at] = None  # the same tensor object as an earlier output, which the call then returns twice
             elif at not in same_memory and isinstance(x, Tensor) and x._is_view():
-                outputs[at] = x.detach()
+                outputs[at] = x.detach()  # torch refuses in-place changes of views that an autograd function returns
+        # A view would hold its base tensor, too.
         saved = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
         return self._read_only(self.half(FORWARD), outputs, feed), saved
 
     def without_gradients(self, outputs: Sequence[object]) -> list[Tensor]:
         """Returns the tensors in ``outputs`` (of `split_results`) that autograd should mark non-differentiable."""
         bases = self._views[self.half(FORWARD)].bases
+        # A base has a gradient if outputs that are its views (`split`) have.
         with_gradient = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_gradient]
 
@@ -230,16 +238,18 @@ class Border:
         return by_output
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
-        """Returns (position, version counter, version) of each output that a backward reads, so that in-place changes
-        are detected later. Outputs that a backward of one device reads count, too.
+        """Returns (position, version counter, version) of each output that a backward reads, here or on one device, so
+        that `check` detects in-place changes.
 
         The counter is an empty tensor, which does not keep the output's memory alive.
         """
         shared = self._shared[self.half(FORWARD)]
         aliasing = self._aliasing[self.half(FORWARD)].items()
+        # One device's backward reads it (`read_by`), or this one does, as it reads a saved value in its memory.
         read = [at for at, output in aliasing if output.read_by or (at in shared and shared[at].saved)]
-        changed = [at for at in read if isinstance(outputs[at], Tensor) and not isinstance(outputs[at], ReadOnly)]
-        return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
+        # A `ReadOnly` output raises on writes itself.
+        writable = [at for at in read if isinstance(outputs[at], Tensor) and not isinstance(outputs[at], ReadOnly)]
+        return [(at, counter_of(outputs[at]), outputs[at]._version) for at in writable]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
         """If several outputs have gradients, gives each of them new gradient hooks (`GradHooks`), which are not called
@@ -247,6 +257,7 @@ class Border:
 
         Those of outputs from which other outputs are computed are appended to ``node.listened``, for `check`.
         """
+        # A single output always has a gradient in its backward.
         for at in self.differentiable if len(self.differentiable) > 1 else ():
             if self._returned[at].same is None and outputs[at].grad_fn is not None:
                 hooks = _give_hooks(outputs[at])
@@ -268,6 +279,7 @@ class Border:
                 gradient.
         """
         for at, hooks, output in listened:
+            # On one device, the gradients of these outputs flow through output `at`, and its hooks see them.
             others = used.intersection(self._returned[at].leads_to)
             if others and (hooks or ((x := output()) is not None and x.retains_grad)):
                 raise BackwardError(
@@ -297,24 +309,25 @@ class Border:
         """
         if half in self._shared:
             return self._shared[half]
-        # Of several inputs in one memory, the first counts.
+        # Memory (address of a storage) -> what is in it. Of several inputs in one memory, the first counts.
         input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
         saved_names: dict[int, set[str]] = {}
         for name, at in self.places.items() if saved else ():
             saved_names.setdefault(memory_of(saved[at]), set()).add(name)
-        firsts: dict[int, int] = {}
+        first_output: dict[int, int] = {}
         nodes = [node for _, node in ir.outputs(half.graph)][: self.count]
         aliases = self._shared[half] = {}
         for at, output in self._aliasing[half].items():
-            # An output that repeats an earlier one (`same`) is not made anew, so nothing is to be found for it.
+            # An output that repeats an earlier one (`same`) is returned as that tensor, so it needs no copy.
             memory = 0 if output.same is not None else memory_of(outputs[at])
-            if memory:
-                first = firsts.setdefault(memory, at)
-                saved_of = frozenset(saved_names.get(memory, ()))
-                constant = at < self.count and of_constant(nodes[at])
-                shared = SameMemory(input_at.get(memory), first if first < at else None, saved_of, constant)
-                if shared:
-                    aliases[at] = shared
+            if not memory:  # no tensor, an empty one, or a view that is made later (None)
+                continue
+            first = first_output.setdefault(memory, at)
+            saved_of = frozenset(saved_names.get(memory, ()))
+            constant = at < self.count and of_constant(nodes[at])  # a base tensor (from `count` on) has no node
+            shared = SameMemory(input_at.get(memory), first if first < at else None, saved_of, constant)
+            if shared:
+                aliases[at] = shared
         return aliases
 
     def _aliased_tensor(
@@ -324,20 +337,20 @@ class Border:
         that ``shared`` names. None if the two share memory only here.
         """
         output = self._aliasing[half][at]
-        if shared.feed_index is not None and output.of is not None:
+        if shared.feed_index is not None and output.of is not None:  # `of`: an argument owns its memory on one device
             return local_part(feed[shared.feed_index])
+        # `first`: equal for outputs that are in one memory on one device.
         if shared.first is not None and self._aliasing[half][shared.first].first == output.first:
             x: Tensor = outputs[shared.first]
             return x
         return None
 
     def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
-        """Returns output ``at`` as a tensor that the user may change in place. As the graph returned it, it shares
-        memory with another tensor (``shared``).
+        """Returns output ``at`` such that the user may change it in place as on one device. The graph returned it in
+        the memory of another tensor (``shared``).
 
-        If it shares memory with that tensor on one device too, it is a view of it. Otherwise it is a copy; or a
-        detached tensor, if only saved values have its memory and one device's backward reads the output: that backward
-        then raises after a change, here and there.
+        It becomes a view of that tensor if it shares its memory on one device too, else a copy. Without a copy it
+        stays in the memory of a saved value if one device's backward reads it: a change is refused here as there.
         """
         half = self.half(FORWARD)
         out, base = outputs[at], self._aliased_tensor(half, at, shared, outputs, feed)
@@ -390,8 +403,9 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
         local: the output's local tensor, which has the step's autograd node.
     """
     node: Any = local.grad_fn
-    if not hasattr(node, "listened"):
+    if not hasattr(node, "listened"):  # not the node of a `Step`
         return
+    # Index of an output of the model -> its position among the program's, which also has new values of buffers.
     of_index = [at for at, role in enumerate(node.runner.program.outputs) if role.kind == "output"]
     for at in {at for at, _, _ in node.changes if at == of_index[index]}:
         node.changes.append((at, counter_of(x), x._version))
@@ -461,5 +475,6 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        # The gradient of a term of a pending sum is that of the sum, which every rank needs whole.
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         return grad.redistribute(placements=placements).to_local(), None

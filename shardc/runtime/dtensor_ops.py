@@ -80,6 +80,7 @@ def _part(tensor: DTensor) -> Part | None:
 
 def _reduce(self: DTensor, protocol: SupportsIndex) -> tuple[object, ...]:
     """Implements ``DTensor.__reduce_ex__``: DTensor's own state and the shard's mesh position (`_part`)."""
+    # Torch's form: a function and its arguments, the last of which is the state (`vars`, slots).
     build, (func, cls, args, (attributes, slots)) = _pickle(self, protocol)
     if isinstance(slots["_spec"], ReplicatedSpec):
         slots = {**slots, "_spec": slots["_spec"].plain()}
@@ -165,7 +166,7 @@ def _set_data(self: DTensor, value: Tensor) -> None:
     if not _is_ours(self) or not isinstance(value, Tensor):
         return _torch_data.__set__(self, value)
     local = value._local_tensor if isinstance(value, DTensor) else value
-    if local is self._local_tensor:
+    if local is self._local_tensor:  # `x.data = x.data`
         return
     for name in ("shape", "dtype", "device"):
         old, new = getattr(self, name), getattr(value, name)
@@ -285,8 +286,11 @@ def _accept_plain_tensors() -> None:
     of_dtensor = dispatcher._try_replicate_spec_for_scalar_tensor
 
     def spec_of(op: OpOverload, x: Tensor, mesh: DeviceMesh) -> DTensorSpec:
+        """Returns the spec of the plain tensor ``x``: replicated. Raises torch's error on other meshes and in traces,
+        unless ``x`` has one element, as without shardc.
+        """
         if x.numel() != 1 and (mesh not in meshes or _is_traced(x)):
-            dispatcher._allow_implicit_replication = False  # one flag for all meshes
+            dispatcher._allow_implicit_replication = False  # the flag is for all meshes, so it is switched per op
             try:
                 return of_dtensor(op, x, mesh)
             finally:
@@ -308,6 +312,7 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
         op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool
     ) -> object:
         mesh = info.compute_mesh
+        # Layouts of the operands, plain tensors included.
         specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
         # First, and in traces too: DTensor would take the owner's tensor for a shard of dim 0.
         if mesh in meshes and any(has_owner(spec.placements) for spec in specs):
@@ -319,10 +324,12 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
             return result
         try:
             sharding = of_dtensor(op, args, kwargs, info, try_cache)
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError):  # DTensor has no rule for the op, or not for these layouts
             return on_unsharded(op, args, kwargs, mesh)
+        # DTensor would write to a redistributed copy of the operand, or view it.
         if isinstance(sharding, OutputSharding) and not _is_in_place(op, info, sharding):
             return on_unsharded(op, args, kwargs, mesh)
+        # So that results do not share cache entries with plain tensors (`ReplicatedSpec`).
         for spec in pytree.tree_leaves(getattr(sharding, "output_spec", None)):
             ReplicatedSpec.mark(spec)
         return sharding
@@ -340,8 +347,10 @@ def _corrected_result(
     """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     tensors = [x for x in leaves if isinstance(x, DTensor)]
+    # Calls of `op` below come back here, with other arguments.
     if len(tensors) < len(leaves):
         writes = list(written(op, args, kwargs))
+        # DTensor itself takes plain tensors of one element, as replicated.
         if any(x.numel() != 1 or _is_in(x, writes) for x in leaves if not isinstance(x, DTensor)):
             return _with_plain_tensors(op, args, kwargs, mesh, writes)
     if any([ReplicatedSpec.mark(x._spec) for x in tensors]):  # a list, so that all are marked; DTensor then starts anew
@@ -353,13 +362,13 @@ def _corrected_result(
             for x in tensors:
                 reduce_pending(x)
             return op(*args, **kwargs)
-    if op is aten.equal.default:
+    if op is aten.equal.default:  # False for different shapes, which `eq` would broadcast or refuse
         return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
     if op in _MEANS:
         return _mean(*args, **kwargs)
     if op in _NORMS and any(x.dtype in _LOW_PRECISION for x in tensors):
         return _norm_in_float32(op, args, kwargs)
-    if (
+    if (  # a sum over a split dim would be rounded more than once (see `_PRODUCTS`)
         op in _PRODUCTS
         and any(x.dtype in _LOW_PRECISION for x in tensors)
         and not all(spec.is_replicated() for spec in specs)
@@ -372,7 +381,7 @@ def _with_plain_tensors(
     op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, writes: list[Tensor]
 ) -> PyTree:
     """Runs ``op`` on DTensors and plain tensors; LayoutError if a plain one that it only reads differs among ranks."""
-    if any(not isinstance(x, DTensor) for x in writes):
+    if any(not isinstance(x, DTensor) for x in writes):  # a plain tensor gets the whole result
         return on_unsharded(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))
     check_equal([x for x in leaves if isinstance(x, Tensor) and not isinstance(x, DTensor)], mesh, op)
@@ -389,7 +398,9 @@ def _is_in(x: object, tensors: Sequence[Tensor]) -> bool:
 
 
 def _handler(of_dtensor: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
-    """Returns a handler of an op: shardc's on meshes of compiled modules, DTensor's own (``of_dtensor``) on others."""
+    """Returns a handler of an op for DTensor's table of handlers: it runs shardc's on meshes of compiled modules, on
+    others DTensor's own (``of_dtensor``) or, if that is None, the op by DTensor's rules.
+    """
 
     def handler(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))
@@ -398,11 +409,11 @@ def _handler(of_dtensor: Callable[..., PyTree] | None) -> Callable[..., PyTree]:
         if of_dtensor is not None:
             return of_dtensor(op, args, kwargs)
         table = DTensor._op_dispatcher._custom_op_handlers
-        mine = table.pop(op)  # DTensor has no handler for it, and would call this one again
+        shardc_handler = table.pop(op)  # taken out meanwhile, since DTensor would call it again
         try:
             return op(*args, **kwargs)
         finally:
-            table[op] = mine
+            table[op] = shardc_handler
 
     return handler
 
@@ -413,7 +424,7 @@ def _copy(target: Tensor, value: Any, *_: object) -> Tensor:
         return target.copy_(gather(value))
     reduce_pending(target)
     if isinstance(value, DTensor) and value.shape == target.shape and value.placements == target.placements:
-        target._local_tensor.copy_(value._local_tensor)
+        target._local_tensor.copy_(value._local_tensor)  # shard to shard
         return target
     if not isinstance(value, DTensor):
         check_equal([value], target.device_mesh, aten.copy_.default)
@@ -428,6 +439,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> Non
     """
     local = [reduce_pending(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
     aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
+    # (mesh, mesh dim, placement): ranks have different elements along the dims that split a gradient.
     split = ((x.device_mesh, dim, p) for x in grads if isinstance(x, DTensor) for dim, p in enumerate(x.placements))
     for mesh, dim in dict.fromkeys((mesh, dim) for mesh, dim, p in split if not p.is_replicate()):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.get_group(dim))
@@ -454,6 +466,7 @@ def _keeps_pending(specs: list[DTensorSpec], op: OpOverload, kwargs: dict[str, P
         return all(spec.placements == specs[0].placements for spec in specs)
     if op is aten.add.Tensor and (kwargs or len(specs) < 2):  # alpha, or a number, which each rank would add
         return False
+    # Sums commute with `add` and `sum`; a pending maximum does not.
     sums = all(x.is_partial("sum") or x.is_replicate() for x in specs[0].placements)
     return sums and all(spec.placements == specs[0].placements for spec in specs)
 
@@ -471,19 +484,19 @@ def _is_pointwise(op: OpOverload) -> bool:
 
 
 def _dtensor_is_right(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTree, ...]) -> bool:
-    """Whether DTensor is known to compute ``op`` correctly on operands with ``specs``."""
+    """Whether DTensor is known to compute ``op`` correctly on operands of layouts ``specs``."""
     if draws(op) or "out" in op._schema.overload_name:
         return False  # seeds may differ; `out=` would take the result's layout
     if all(spec.is_replicated() for spec in specs):
         return True
-    if any(has_owner(spec.placements) for spec in specs):
+    if any(has_owner(spec.placements) for spec in specs):  # DTensor does not know this placement
         return False
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
-        # Replicated scalars fit any layout.
+        # Only ops that run on each shard by itself, on shards of the same elements. Replicated scalars fit any layout.
         layouts = {spec.placements for spec in specs if not spec.is_replicated() or spec.ndim}
         shapes = {spec.shape for spec in specs if spec.ndim}
         return len(layouts) == 1 and len(shapes) == 1 and (op in _STRIDED or _is_pointwise(op))
-    if op in _NORMS and len(args) > 1 and not 0 < args[1] < float("inf"):
+    if op in _NORMS and len(args) > 1 and not 0 < args[1] < float("inf"):  # the order of the norm
         return False
     if _is_pointwise(op) or op in _ANY_SHARDS:
         return True
@@ -491,21 +504,21 @@ def _dtensor_is_right(op: OpOverload, specs: list[DTensorSpec], args: tuple[PyTr
 
 
 def _is_in_place(op: OpOverload, info: OpInfo, sharding: OutputSharding) -> bool:
-    """Whether ``op`` writes or views its operand itself, not a redistributed copy of the operand.
-
-    True for other ops.
+    """Whether ``op``, if it writes or views an operand, does so on the operand itself: DTensor's decision
+    (``sharding``) does not redistribute it first, to a copy. True for ops that neither write nor view.
     """
-    writes = any(x.alias_info is not None for x in op._schema.arguments)
+    aliases = any(x.alias_info is not None for x in op._schema.arguments)
     redistributed = sharding.redistribute_schema
-    if not writes or not sharding.needs_redistribute or redistributed is None:
+    if not aliases or not sharding.needs_redistribute or redistributed is None:
         return True
     new = pytree.tree_leaves(redistributed.args_schema)
+    # Of each DTensor operand, whether it is redistributed.
     moved = [
         old.placements != now.placements
         for old, now in zip(info.flat_args_schema, new, strict=False)
         if isinstance(old, DTensorSpec) and isinstance(now, DTensorSpec)
     ]
-    # Aliased operands come first.
+    # The operand that is written or viewed is the first; a foreach op writes a list of them.
     return not (moved[0] if op.is_view or not _is_foreach(op) else any(moved))
 
 
@@ -516,9 +529,9 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     (`torch.randn_like`) get its layout; other results are replicated.
     """
     first = args[0] if args else None
-    if op.is_view and isinstance(first, DTensor):
+    if op.is_view and isinstance(first, DTensor):  # later writes to the view must reach the shards
         return view_of(first, op, args, kwargs)
-    writes = list(written(op, args, kwargs))
+    writes = list(written(op, args, kwargs))  # arguments that `op` changes in place, or `out=`
     plain = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
     check_equal([x for x in plain if not _is_in(x, writes)], mesh, op)
     wholes: dict[int, Tensor] = {}  # id of a DTensor -> its gathered values
@@ -532,16 +545,18 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
 
     result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
     if draws(op):
+        # An op in place has drawn values in what it wrote, another in its results.
         drawn = [wholes.get(id(y), y) for y in writes] or pytree.tree_leaves(result)
         for x in drawn:
             if isinstance(x, Tensor):
                 broadcast(x, mesh)
     written_shards = [x for x in writes if isinstance(x, DTensor)]
     for x in written_shards:
-        if torch.Tag.inplace_view in op.tags and x._spec.is_replicated():
+        if torch.Tag.inplace_view in op.tags and x._spec.is_replicated():  # such as `x.t_()`
             x._local_tensor, x._spec = wholes[id(x)], replicated_spec(wholes[id(x)], mesh)
             return return_and_correct_aliasing(op, args, kwargs, x)  # which changes the shape of `x` in place
         scatter_into(x, wholes[id(x)])
+    # Id of the tensor that was written -> the argument that it stands for, which an op in place returns.
     originals = {id(wholes.get(id(x), x)): x for x in writes}
     like = first if draws(op) and isinstance(first, DTensor) else None
 
@@ -564,7 +579,8 @@ def _mean(
     kind = dtype or x.dtype
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # the sum may overflow
     total = x.sum(dims, keepdim=keepdim, dtype=wide) if x.dim() else x.to(wide)
-    return (total / prod(x.shape[at] for at in dims if x.dim())).to(kind)
+    count = prod(x.shape[at] for at in dims if x.dim())  # elements per mean; 1 for a scalar
+    return (total / count).to(kind)
 
 
 def _norm_in_float32(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

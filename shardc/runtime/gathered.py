@@ -130,6 +130,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
     if not _is_strided(tensor):
         return []
+    # Of each dim, the runs of consecutive global indices. A box has one run per dim.
     runs = [list(_runs(index)) for index in box_indices(tensor)]
     return [
         (
@@ -164,7 +165,7 @@ def indices_at(
             # The owner has the whole tensor, and the other coordinates no row of it.
             indices[0] = indices[0] if coordinate[mesh_dim] == placement.owner else indices[0][:0]
         elif isinstance(placement, Shard | _StridedShard):
-            # The indices are a 1-d tensor, so the split is along dim 0.
+            # The indices are a 1-d tensor, so the split is along dim 0. With factor 1 it is that of `Shard`.
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             along = _StridedShard(0, split_factor=factor)
             pieces, _ = along._split_tensor(indices[placement.dim], sizes[mesh_dim], with_padding=False)
@@ -291,12 +292,13 @@ def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: OpOverload) 
     if not tensors:
         return
     # Fingerprints have 64 bits without a sign, of which int64 holds 63.
-    mine = torch.tensor([fingerprint(x) >> 1 for x in tensors], device=device_mesh.device_type)
-    bounds = torch.stack([mine, ~mine])  # maximum, and complement of the minimum
+    fingerprints = torch.tensor([fingerprint(x) >> 1 for x in tensors], device=device_mesh.device_type)
+    # One all-reduce gives the maximum of all ranks and, as the largest complement (~), the minimum.
+    bounds = torch.stack([fingerprints, ~fingerprints])
     for dim in range(device_mesh.ndim):
         torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, device_mesh.get_group(dim))
-    for x, high, low in zip(tensors, *bounds.tolist(), strict=True):
-        if high != ~low:
+    for x, highest, complement in zip(tensors, *bounds.tolist(), strict=True):
+        if highest != ~complement:
             raise LayoutError(
                 f"{op} has a parameter or gradient and a plain tensor of shape {list(x.shape)}, which stands for a "
                 "whole tensor; its values differ between ranks",
@@ -350,20 +352,23 @@ class GatheredView(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple[PyTree, ...] = (), kwargs: dict[str, PyTree] | None = None
     ) -> PyTree:
+        """Runs an op on views: gathers the current values of their bases, runs it on these, and writes what it changed
+        back to the shards.
+        """
         kwargs = kwargs or {}
         views = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GatheredView)]
-        for source in {id(x._source): x._source for x in views}.values():
+        for source in {id(x._source): x._source for x in views}.values():  # once for several views of one base
             source.read()
         first = args[0] if args else None
         # A view of a view has the same source, to which it writes through.
         if func.is_view and isinstance(first, GatheredView):
             return _wrapped(func(first._local_tensor, *args[1:], **kwargs), first._source)
         writes = list(written(func, args, kwargs))
-        stands_for: dict[int, DTensor] = {}
+        stand_ins: dict[int, DTensor] = {}  # id of a view -> plain DTensor in its memory, on which `func` runs
 
         def unwrap(x: object) -> object:
             if isinstance(x, GatheredView):
-                return stands_for.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
+                return stand_ins.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
             return x
 
         # As plain DTensors, on which the op does not come back here.
@@ -371,8 +376,9 @@ class GatheredView(DTensor):
         for x in writes:
             if isinstance(x, GatheredView):
                 x._source.write()
-        originals = {id(stand): x for x in writes for stand in [stands_for.get(id(x))] if stand is not None}
-        return pytree.tree_map(lambda x: originals.get(id(x), x), result)
+        # An in-place op returns its argument: here the view, and not its stand-in.
+        view_of_stand_in = {id(stand_ins[id(x)]): x for x in writes if id(x) in stand_ins}
+        return pytree.tree_map(lambda x: view_of_stand_in.get(id(x), x), result)
 
 
 def view_of(base: DTensor, op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

@@ -62,6 +62,7 @@ def clip_grad_norm_(
             "to scale them all the same, pass error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    # Converted once per device and dtype.
     factors = {(grad.device, grad.dtype): factor.to(grad.device, grad.dtype) for grad in grads.values()}
     for grad in grads.values():
         grad.mul_(factors[grad.device, grad.dtype])
@@ -82,12 +83,14 @@ def _global_norm(
     for name, grad in grads.items():
         storage = storages[name]
         in_owner_stage = not isinstance(storage, OwnedLayout) or groups.stage == storage.owner
+        # One replica: the group, along the axes that split the storage (`bound`), in which rank 0 is.
         if in_owner_stage and grad.numel() and groups.rank in groups.mesh.group(storage.bound, 0):
             wide = torch.float32 if grad.dtype in _SMALL else grad.dtype
             norms.append(torch.linalg.vector_norm(grad, order, dtype=wide).double().to(device))
+    # A norm of norms is the norm of all elements.
     stacked = torch.stack(norms)
     total = stacked.max() if largest else stacked.pow(order).sum()
-    if whole.mesh.ranks > 1:
+    if whole.mesh.ranks > 1:  # `whole`: over all pipeline stages
         name = whole.add([whole.mesh.axes])[group_name(whole.mesh.axes)]
         with groups.consistency.reduces("clip_grad_norm_()"):
             reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
@@ -133,7 +136,7 @@ class Sync:
     sums: dict[Key, Tensor] = field(default_factory=dict)
     parameters: Callable[[], Mapping[str, Tensor]] = dict
     replicated: Mapping[str, Layout] = field(default_factory=dict)
-    _own: set[Key] = field(default_factory=set)
+    _own: set[Key] = field(default_factory=set)  # sums in memory of their own, to which `add` may add in place
 
     def for_copy(self) -> Sync:
         """Returns these settings for a copy of the module. Local sums, and `pause` blocks that are active, are left
@@ -147,8 +150,9 @@ class Sync:
         """
         if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
+        # At levels 2 and 3 no rank stores a full gradient, so all are reduced over shards.
         whole = self.paused | frozenset(name for name in self.unsynced if self.levels[name] <= 1)
-        return Deferred(whole, self.over_shards.intersection(self.replicated) - whole)
+        return Deferred(whole=whole, scattered=self.over_shards.intersection(self.replicated) - whole)
 
     def deferred(self) -> Deferred:
         """Returns the parameters whose gradients the next backward adds to local sums. These sums either stay local
@@ -157,14 +161,13 @@ class Sync:
         accumulating = self.unreduced()
         if not self.sums:
             return accumulating
-        # A sum is already reduced over shards if its layout is the storage's, but for pending reductions.
-        summed = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
+        # Parameter with a sum -> whether that is reduced over shards: its layout is the storage's, but for pending
+        # reductions.
+        scattered_sums = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
         # A backward gives one kind of gradient: that which it leaves unreduced, or else that of the sum so far.
-        whole = (
-            accumulating.whole
-            | frozenset(n for n, scattered in summed.items() if not scattered) - accumulating.scattered
-        )
-        return Deferred(whole, accumulating.scattered | frozenset(summed) - whole)
+        whole_sums = frozenset(n for n, scattered in scattered_sums.items() if not scattered)
+        whole = accumulating.whole | whole_sums - accumulating.scattered
+        return Deferred(whole, scattered=accumulating.scattered | frozenset(scattered_sums) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
         """Adds ``grad``, unreduced and in ``layout``, to the local sum for parameter ``name``.
@@ -173,7 +176,7 @@ class Sync:
         """
         key = name, layout
         if key not in self.sums:
-            self.sums[key] = grad
+            self.sums[key] = grad  # in memory that may be shared, so that `_own` lacks it
         elif key in self._own:
             self.sums[key].add_(grad)
         else:
@@ -259,10 +262,10 @@ class _Optimizers:
     """
 
     def __init__(self) -> None:
-        self._holding: WeakSet[Sync] = WeakSet()
-        self._hook: RemovableHandle | None = None
+        self._holding: WeakSet[Sync] = WeakSet()  # those with local sums
+        self._hook: RemovableHandle | None = None  # before each step of an optimizer; None while no module has sums
         self._plain: Any = None  # torch's ``Optimizer.zero_grad``
-        self._ours: Callable[..., None] | None = None
+        self._ours: Callable[..., None] | None = None  # what replaces it
 
     def watch(self, sync: Sync) -> None:
         """Adds ``sync``, the `Sync` of a module, to those that hold sums of unreduced gradients. The first call also

@@ -72,13 +72,14 @@ class Slot:
     now: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """Returns the initialised shard on the CPU, padded; the full tensor if it has no layout. Raises InitError if
-        it was not filled completely.
+        """Returns the initialised shard, padded; the full tensor if it has no layout. Raises InitError if it was not
+        filled completely.
         """
         shard, current = self.shard, self.now
         if current is self.stand_in:
             shard.check_written()
             return shard.padded
+        # The initialisation assigned a plain tensor of global shape.
         assert current is not None
         return current.detach() if shard.storage is None else shard_tensor(current, shard.storage, shard.rank)
 
@@ -98,11 +99,12 @@ def shardwise(
         rank: this rank, on the mesh.
         chunk_bytes: limit of the memory in which a fill draws values of the whole tensor.
     """
-    slots, stand_ins = [], {}
+    slots = []
+    stand_ins = {}  # id of a tensor -> (its shard, the stand-in), which tied entries share
     for name, module, kind, key in _named_slots(model):
         tensor = getattr(module, kind)[key]
         if id(tensor) not in stand_ins:
-            shard = InitShard.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
+            shard = InitShard.of(name, tensor, storages.get(name), rank, limit=chunk_bytes // tensor.itemsize)
             stand_ins[id(tensor)] = shard, _stand_in(tensor, shard)
         slots.append(Slot(name, module, kind, key, tensor, *stand_ins[id(tensor)]))
     # The dicts are restored as a whole, since the initialisation may also add and remove entries.
@@ -188,7 +190,7 @@ def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
         now, shard = getattr(slot.module, slot.kind).get(slot.key), slot.shard
         if now is None:
             raise InitError(f"the initialisation removed {slot.name!r}", fix="remove it when the model is built")
-        if isinstance(now, Virtual) and now is not slot.stand_in:
+        if isinstance(now, Virtual) and now is not slot.stand_in:  # another entry's stand-in: they were tied
             raise InitError(
                 f"the initialisation put {now.init_shard.name!r} in the place of {slot.name!r}",
                 fix="tie parameters when the model is built, or copy_ the values",
@@ -223,9 +225,10 @@ def shardwise_trunc_normal() -> Iterator[None]:
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> torch.Tensor:
+        # torch's function also works on a tensor of which this rank has all elements.
         if not isinstance(tensor, Virtual) or tensor.init_shard.whole or in_place:
             return original(tensor, mean, std, a, b, generator=generator)
-        piece = piece_of(nn.init.trunc_normal_, tensor)
+        piece = piece_of(nn.init.trunc_normal_, tensor)  # this rank's elements
         if not tensor.meta.is_contiguous():
             raise unsupported(nn.init.trunc_normal_, tensor, "through a view that is not contiguous")
         # Few enough to draw the whole tensor.
@@ -235,6 +238,7 @@ def shardwise_trunc_normal() -> Iterator[None]:
         elif _probability((a - mean) / std, (b - mean) / std) <= _LEAST_PROBABILITY:
             raise unsupported(nn.init.trunc_normal_, tensor, f"with bounds so far out: ({a}, {b})")
         else:
+            # Rounded to the tensor's dtype, in which values are compared with them.
             bounds = [torch.tensor(bound, dtype=tensor.dtype).item() for bound in (a, b)]
             fill = partial(torch.Tensor.normal_, mean=mean, std=std, generator=generator)
             _fill_within(piece, bounds, fill, tensor.dtype, tensor.init_shard.limit)
@@ -254,9 +258,12 @@ def _probability(low: float, high: float) -> float:
 
 
 def _fill_within(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtype, limit: int) -> None:
-    """Fills ``piece`` with random values in ``bounds`` (low, high). Values of the whole tensor are drawn again until
-    no element on any rank is out of bounds, so that all ranks draw equally often; ``limit`` elements are drawn at
-    once.
+    """Fills ``piece``, this rank's elements of a tensor, with random values in ``bounds`` (low, high). Values of the
+    whole tensor are drawn again until no element on any rank is out of bounds, so that all ranks draw equally often.
+
+    Args:
+        fill: fills a tensor in place with random values, in bounds or not.
+        limit: number of elements that are drawn at once.
     """
     low, high = bounds
     # First flat index of a chunk -> offsets of its elements that are out of bounds.
@@ -266,6 +273,7 @@ def _fill_within(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch
         outside[start] = ((values < low) | (values > high)).nonzero().flatten().int()
     while any(len(offsets) for offsets in outside.values()):
         for start, values in drawn(piece.numel, fill, dtype, limit):
+            # Of the new values, only those replace an element whose last value was out of bounds.
             offsets = outside[start]
             redrawn = values[offsets]
             scatter(piece, offsets + start, redrawn)
@@ -286,6 +294,7 @@ def initializers(cls: type) -> dict[str, Callable[..., PyTree]]:
     What they write to parameters and buffers reaches the shards, with the values of one device; attributes that they
     set stay.
     """
+    # Static: class and static methods have no model, and are left out below.
     methods = {name: inspect.getattr_static(cls, name, None) for name in dir(cls) if _INITIALISES.fullmatch(name)}
     return {name: _shardwise(method) for name, method in methods.items() if isinstance(method, FunctionType)}
 
@@ -327,6 +336,7 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
         result = run(state.params.view)
         check_slots(state.params.view, slots)
         written = [slot for slot in slots if complete or slot.shard.touched or slot.now is not slot.stand_in]
+        # `value` may raise, so all are computed before the first is written.
         values = {id(slot): slot.value() for slot in written}
     new_buffers: dict[int, torch.Tensor] = {}  # id of a buffer without values -> its tensor; tied buffers share it
     with torch.no_grad():
@@ -341,22 +351,23 @@ def initialise(state: State, run: Callable[[nn.Module], T], complete: bool = Fal
     return result
 
 
-def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch.Tensor]) -> None:
+def _write(state: State, slot: Slot, value: torch.Tensor, new_buffers: dict[int, torch.Tensor]) -> None:
     """Copies ``value``, the initialised local tensor (padded) of a parameter or buffer, to the module.
 
     Args:
-        fresh: id of a buffer that has no values -> the tensor in its place; shared by tied buffers.
+        new_buffers: id of a buffer that is replaced -> the new tensor; shared by tied buffers, and added to here.
     """
     before: Any = slot.before
     if slot.kind == "_buffers":
         # Replaced by the initialisation, or without memory so far: the buffer becomes another tensor.
         if slot.now is not slot.stand_in or before.is_meta:
-            slot.module._buffers[slot.key] = fresh.setdefault(id(before), value.to(state.spec.device))
+            slot.module._buffers[slot.key] = new_buffers.setdefault(id(before), value.to(state.spec.device))
         else:
             before.copy_(value)
     elif before.is_meta:
+        # A parameter stays the same object, and gets memory on its device or, if it is offloaded, on the host.
         storage = state.spec.stored[slot.shard.name]
         refill(before, state.spec.homes[slot.shard.name].keep(value.to(before.dtype)), storage, state.spec.rank)
     else:
-        local = before._local_tensor
+        local = before._local_tensor  # without the padding
         local.copy_(cut(value, local.shape))
