@@ -53,7 +53,7 @@ class Loops:
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
         """Declare a factor and its kind (see `Loops`); return it as the factors of a dim: ``(name,)``, or () for size
-        1.
+        1. A factor of several dims is declared for each of them, with the same size.
         """
         if size == 1:
             return ()
@@ -89,9 +89,10 @@ class Loops:
 
     def blocks(self, name: str, size: int, block: int, shared: str = "block") -> Factors:
         """Declare and return the two factors of a dim that consists of blocks of ``block`` elements: the number of
-        blocks, and the position in a block (named ``shared``).
+        blocks (named after ``name``), and the position in a block (named ``shared``).
 
-        The number of blocks must be whole. If ``block`` is 0, the dim is one whole factor.
+        Dims with the same ``shared`` are split together, inside every block. The number of blocks must not be split,
+        so that such dims may have different numbers. If ``block`` is 0, the dim is a single factor, not to be split.
         """
         if not block:
             return self.dim(name, size, WHOLE)
@@ -110,13 +111,13 @@ class Loops:
         shapes. Keywords as in `Spec`.
         """
         spec = Spec(
-            tuple(operands),
-            tuple(results),
-            tuple(sorted(self._sizes.items())),
-            tuple((f, kind) for f, kind in self._kinds.items() if kind != WHOLE),
-            frozenset(f for f, kind in self._kinds.items() if kind == WHOLE),
-            tuple(frozenset(group) for group in linear),
-            moves,
+            operands=tuple(operands),
+            results=tuple(results),
+            sizes=tuple(sorted(self._sizes.items())),
+            reduce=tuple((f, kind) for f, kind in self._kinds.items() if kind != WHOLE),
+            whole=frozenset(f for f, kind in self._kinds.items() if kind == WHOLE),
+            linear=tuple(frozenset(group) for group in linear),
+            moves=moves,
             replicated=frozenset(replicated),
             indexed=frozenset(self._indexed),
             ordered=frozenset(self._ordered),
@@ -125,8 +126,10 @@ class Loops:
         return spec
 
     def broadcast(self, shape: Sequence[int], result: Sequence[int], prefix: str = "d") -> Dims:
-        """Return the factors of an operand of ``shape`` that broadcasts to ``result``: ``prefix0``, ``prefix1``, ..."""
-        lead = len(result) - len(shape)
+        """Return the factors of an operand of ``shape`` that broadcasts to ``result``: ``prefix0``, ``prefix1``, ...,
+        numbered by dims of the result. A dim of size 1 has none.
+        """
+        lead = len(result) - len(shape)  # dims of the result that the operand lacks
         return tuple(
             () if size == 1 else self.dim(f"{prefix}{lead + i}", result[lead + i]) for i, size in enumerate(shape)
         )
@@ -143,21 +146,22 @@ class Loops:
         if prod(before) == 0:
             return self.dims("before", before, WHOLE), self.dims("after", after, WHOLE)
         left, right = _Run(before), _Run(after)
-        shared = 0
+        shared = 0  # number of common factors so far
         for end in (_MAJOR, _MINOR):
             while (size := gcd(left.size(end), right.size(end))) > 1:
                 factor = self.dim(f"v{shared}", size)
                 left.take(end, factor, size)
                 right.take(end, factor, size)
                 shared += 1
+        # What is left of a dim has no counterpart on the other side.
         left.finish(lambda at, size: self.dim(f"before{at}", size, WHOLE))
         right.finish(lambda at, size: self.dim(f"after{at}", size, WHOLE))
         return left.dims(), right.dims()
 
 
 def broadcast_factors(dims: Dims, shape: Sequence[int]) -> Dims:
-    """Return the factors of an operand of ``shape`` that broadcasts to a tensor with the factors ``dims``: the last
-    ones, and none for a dim of size 1.
+    """Return the factors of an operand of ``shape`` that broadcasts to a tensor with the factors ``dims``: those of the
+    last dims, and none for a dim of size 1.
     """
     last = dims[len(dims) - len(shape) :]
     return tuple(() if size == 1 else factors for size, factors in zip(shape, last, strict=True))
@@ -183,7 +187,7 @@ def mixed(dims_of: Callable[[Call], Iterable[int]], *, linear: bool = False, mov
     return spec
 
 
-_MAJOR, _MINOR = 0, -1
+_MAJOR, _MINOR = 0, -1  # ends of a shape, as indices in the list of its dims
 
 
 class _Run:
@@ -192,7 +196,9 @@ class _Run:
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
+        # (dim, size that is still to be divided) of each dim that is not fully divided.
         self._left = [(at, size) for at, size in enumerate(shape) if size > 1]
+        # For each dim, its factors so far: those taken from its major end, and those from its minor end.
         self._major: list[Factors] = [()] * len(shape)
         self._minor: list[Factors] = [()] * len(shape)
 
@@ -261,6 +267,7 @@ def rule(
     _check(name, text, operands + results, factors)
     kinds = dict(factors)
     if localize is Local.same:
+        # The op itself gives such a dim its full size on every rank.
         kinds |= dict.fromkeys(_names(results) - _names(operands), WHOLE)
 
     def spec(call: Call) -> Spec:
@@ -316,7 +323,8 @@ def bind(
     moves: bool,
 ) -> Spec:
     """Return the `Spec` of ``call`` from its rule's notation: ``operands`` and ``results`` have the factor names of
-    each dim, ``factors`` maps a name to its kind. Sizes are read from the call's shapes.
+    each dim (`parse`), ``factors`` maps a name to its kind. Sizes are read from the call's shapes. ``linear`` and
+    ``moves`` are as in `Spec`.
     """
     shapes = [v.shape for v in call.operands]
     result_shapes = [v.shape for v in call.results if v is not None]
@@ -326,15 +334,15 @@ def bind(
                 f"the rule of {call.name} is for {len(sides)} {kind}, the call has {len(tensors)}",
                 fix="separate the operands, and the results, by commas, one for each tensor",
             )
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # factor -> size, filled in by the next lines
     left = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(operands, shapes, strict=True))
     right = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(results, result_shapes, strict=True))
     _complete(sizes, left + right, [*shapes, *result_shapes])
-    sizes = {name: size for name, size in sizes.items() if size != 1}
+    sizes = {name: size for name, size in sizes.items() if size != 1}  # a `Spec` has no factors of size 1
     left, right = (tuple(_only_sized(dims, sizes) for dims in side) for side in (left, right))
     reduce = tuple((f, op) for f, op in factors.items() if op != WHOLE and f in sizes)
     whole = frozenset(f for f, op in factors.items() if op == WHOLE)
-    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves)
+    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear=linear, moves=moves)
     spec.check(shapes, result_shapes, call.name)
     return spec
 
@@ -346,7 +354,8 @@ def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int])
     shape = tuple(shape)
     if ("...",) in dims:
         at = dims.index(("...",))
-        rest = len(shape) - (len(dims) - 1)
+        rest = len(shape) - (len(dims) - 1)  # number of dims that ``...`` stands for
+        # Numbered from the right, so that operands with fewer dims broadcast as in NumPy.
         dims = (*dims[:at], *((f".{rest - i}",) for i in range(rest)), *dims[at + 1 :])
     if len(dims) != len(shape):
         raise RuleError(
@@ -363,7 +372,7 @@ def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int])
 
 
 def _shown(dims: Dims) -> str:
-    """Return the factors of dims as text in the notation."""
+    """Return ``dims``, the factors of each dim, as text in the notation, such as "i (j k) 1"."""
     return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1" for names in dims)
 
 
@@ -380,5 +389,5 @@ def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Ite
 
 
 def _only_sized(dims: Dims, sizes: Mapping[str, int]) -> Dims:
-    """Return ``dims`` without factors that have no size."""
+    """Return ``dims`` (names of the factors of each dim) with only the factors that are in ``sizes``."""
     return tuple(tuple(name for name in names if name in sizes) for names in dims)

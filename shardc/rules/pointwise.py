@@ -49,18 +49,19 @@ def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
 
 def _div(call: Call) -> Spec:
     """Return the spec of a division. It is linear in the dividend, unless the division rounds."""
-    exact = "mode" not in call.name
+    exact = "mode" not in call.name  # overloads that round are called ``Tensor_mode`` and ``Scalar_mode``
     return pointwise_spec(call, named_sets(call, "self") if exact else ())
 
 
 def _quantise(call: Call) -> Spec:
     """Return the spec of the op that converts numbers to float8. Its second operand has the maxima for the scales: one
-    for all, one per row, or one per block of a dim.
+    for all, one per row, or one per block of a dim, [rows, blocks, 1] or [blocks, 1, columns] of a matrix.
     """
     loops = Loops(call)
     shape, amax = loops.shapes
-    if len(amax) < 3:
+    if len(amax) < 3:  # broadcasts
         return pointwise_spec(call)
+    # The dim of the matrix that is cut into blocks has two factors: the block, and the position in it.
     dim = float8_ops.dim_of_blocks(shape, amax)
     blocks, other = loops.dim("blocks", amax[dim]), loops.dim("d", shape[1 - dim])
     cut = (*blocks, *loops.dim("block", shape[dim] // amax[dim]))
@@ -70,7 +71,7 @@ def _quantise(call: Call) -> Spec:
 
 def _cast(call: Call) -> Spec:
     """Return the spec of a cast. A partial sum passes through a cast to its own dtype, or to floats that are not
-    narrower.
+    narrower: others would round each rank's term.
     """
     before, after = call.operands[0].dtype, call.results[0].dtype  # type: ignore[union-attr]
     wider = after.is_floating_point and (not before.is_floating_point or after.itemsize >= before.itemsize)
@@ -78,7 +79,9 @@ def _cast(call: Call) -> Spec:
 
 
 def _masked_fill(call: Call) -> Spec:
-    """Return the spec of ``masked_fill``, which is linear if it fills with zero."""
+    """Return the spec of ``masked_fill``, which is linear if it fills with zero: other values in the terms of all ranks
+    would add up.
+    """
     zero = not isinstance(call["value"], bool) and call["value"] == 0
     return pointwise_spec(call, [{0}] if zero else ())
 

@@ -59,17 +59,21 @@ def positions(
     call = local.builder.call
     out, device = None, device or local.builder.device
     digits = layout.dims[dim]
+    # A global index is the sum of digit * stride. A local digit takes all its values; the value of a digit that an axis
+    # splits is the rank's coordinate.
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         if axis is None:
-            step = call(aten.arange.start_step, 0, radix * stride, stride, dtype=torch.int64, device=device)
+            terms = call(aten.arange.start_step, 0, radix * stride, stride, dtype=torch.int64, device=device)
         else:
             index = at[axis] if at and axis in at else local.builder.coordinate((axis,))
             if isinstance(index, int):
-                step = call(aten.full.default, [1], index * stride, dtype=torch.int64, device=device)
+                terms = call(aten.full.default, [1], index * stride, dtype=torch.int64, device=device)
             else:
-                step = call(aten.mul.Tensor, index, stride)
-        out = step if out is None else call(aten.add.Tensor, call(aten.unsqueeze.default, out, 1), step)
+                terms = call(aten.mul.Tensor, index, stride)
+        # Each sum of the digits above with each term of this one; the minor digit changes fastest.
+        out = terms if out is None else call(aten.add.Tensor, call(aten.unsqueeze.default, out, 1), terms)
         out = call(aten.reshape.default, out, [-1])
+    # A dim of size 1 has no digits.
     return call(aten.arange.default, 1, dtype=torch.int64, device=device) if out is None else out
 
 
@@ -116,6 +120,7 @@ def to_local_indices(local: Local, layout: Layout, dim: int, index: Emitted) -> 
     Every index is in ``range(size of the dim)``. The local index of an entry that another rank holds is 0.
     """
     call, mask, local_index = local.builder.call, None, None
+    # Local digits make up the local index; digits that axes split must be this rank's coordinates.
     for axis, radix, digit in digits_of(local, layout, dim, index):
         if axis is None:
             local_index = (
@@ -149,6 +154,7 @@ def to_local_index(local: Local, layout: Layout, dim: int, index: int) -> tuple[
     """
     mask, local_index = None, 0
     digits = layout.dims[dim]
+    # Local digits make up the local index; digits that axes split say which rank holds it.
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         digit = index % layout.shape[dim] // stride % radix
         if axis is None:
@@ -166,8 +172,8 @@ def zero_unless(local: Local, mask: Emitted, x: Emitted) -> Emitted:
 
 
 def align(local: Local, mask: Emitted, dims: int) -> Emitted:
-    """Return ``mask`` with ``dims`` dims of size 1 appended. The mask of an index then broadcasts over the dims of the
-    tensor that follow the indexed dim.
+    """Return ``mask`` with ``dims`` (a number) dims of size 1 appended. The mask of an index then broadcasts over the
+    dims of the tensor that follow the indexed dim.
     """
     return local.builder.call(aten.reshape.default, mask, [*local.builder.shape(mask), *[1] * dims]) if dims else mask
 
@@ -189,9 +195,14 @@ def past_end(
     local: Local, x: Emitted, layout: Layout, dim: int, index: Emitted, mask: Emitted
 ) -> tuple[Emitted, Emitted]:
     """Return (``x`` with one element appended along ``dim``, ``index`` pointing at that element where ``mask`` is
-    false).
+    false). A write by index then puts there what belongs to other ranks' shards, and the caller cuts the element off.
+
+    Args:
+        layout: layout of ``x``.
+        index, mask: local indices along ``dim``, and whether this rank holds them (`to_local_indices`).
     """
     call, size = local.builder.call, layout.local_shape[dim]
+    # (before, after) of each dim from the last, as ``constant_pad_nd`` takes them: 1 behind ``dim``.
     pad = [edge for i in reversed(range(layout.ndim)) for edge in (0, int(i == dim))]
     index = call(aten.where.self, mask, index, call(aten.full_like.default, index, size))
     return call(aten.constant_pad_nd.default, x, pad, 0), index

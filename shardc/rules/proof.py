@@ -95,7 +95,7 @@ class Proof:
 
 def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Sequence[Mesh]) -> Proof:
     """Run ``sample`` under every strategy of ``rule`` on each of ``meshes``, simulated by ``ranks(mesh)``; return the
-    `Proof`, with a text per failure.
+    `Proof`, with a text per failure. Strategies that the sample's values do not allow are skipped.
     """
     sample = sample.on_device()
     dense = sample.dense()
@@ -123,8 +123,8 @@ def _can_be_pending(value: Value, layout: Layout) -> bool:
     """Return whether the dtype of ``value`` allows the pending reductions of ``layout``: bools cannot be summed, and
     complex numbers have no maximum.
     """
-    orders = {op for _, op in layout.partial}
-    return not (value.dtype == torch.bool and "sum" in orders) and not (value.dtype.is_complex and "max" in orders)
+    ops = {op for _, op in layout.partial}
+    return not (value.dtype == torch.bool and "sum" in ops) and not (value.dtype.is_complex and "max" in ops)
 
 
 # --- the strategies of a spec
@@ -134,9 +134,10 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
     """Yield each strategy in which every axis of ``mesh`` is used: it either splits a factor, or the operands are
     partial over it and the pending reduction passes through the op.
     """
+    # Each axis has one of the uses (`_uses`): a tuple carries a reduction; a name or a `Routed` splits factors.
     for uses in product(_uses(spec), repeat=len(mesh.axes)):
         carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
-        split: dict[str, list[str]] = {}
+        split: dict[str, list[str]] = {}  # factor -> the axes that split it
         for axis, use in zip(mesh.axes, uses, strict=True):
             for factor in (use,) if isinstance(use, str) else (use.rows, use.owners) if isinstance(use, Routed) else ():
                 split.setdefault(factor, []).append(axis)
@@ -151,7 +152,7 @@ def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
     once, or carry a pending reduction, as (reduce op, positions of the operands that are partial).
     """
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
-    if spec.moves:
+    if spec.moves:  # any reduction passes through; two kinds stand for all
         carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
     split: list[str | Routed] = [factor for factor, _ in spec.sizes if spec.splittable(factor)]
     return [*split, *([] if spec.routed is None else [spec.routed]), *carried]
@@ -181,11 +182,13 @@ def run(
     """Run ``sample`` on shards as ``strategy`` says and compare with ``dense``, the results of the op on full tensors.
     Return a description of the failure, or None if it passes.
     """
+    # The layouts of the results must also follow from those of the operands alone. But an axis that splits only factors
+    # of results is in no operand, so nothing follows from these.
     inferred = infer(spec, strategy.operands) if strategy.operands else strategy.results
-    # An axis that splits only factors of results is in no operand, so nothing follows from these.
     bound_axes = {axis for layout in strategy.operands for axis in layout.axes}
     if isinstance(inferred, str) or (bound_axes == set(ranks.mesh.axes) and inferred != strategy.results):
         return f"inferred {inferred}"
+    # `shard` is called on the tensors in the order of the op's operands, which is that of the layouts.
     layouts = iter(strategy.operands)
     generator = torch.Generator().manual_seed(0)
 
@@ -217,16 +220,18 @@ def _difference(
     """Return how the assembled results differ from the dense ones; None if they agree.
 
     Args:
+        dense: results of the op on full tensors; None for those that are not tensors.
         outputs: for each rank a tensor or a list of tensors; a plain ``list`` has per result the tensors of all ranks.
+        layouts: of the results that are tensors.
     """
-    if type(outputs) is list:
+    if type(outputs) is list:  # a rule that returns a list of several results: by rank in place of by result
         outputs = list(zip(*outputs, strict=True))
     many = isinstance(outputs[0], (tuple, list))
     places = [i for i, x in enumerate(dense) if x is not None]
     for at, place_of, layout in zip(range(len(places)), places, layouts, strict=True):
         expected = dense[place_of]
         assert expected is not None
-        if at in spec.replicated:
+        if at in spec.replicated:  # not compared: a kernel's random state differs from run to run
             continue
         got = ranks.assemble([output[place_of] if many else output for output in outputs], layout)
         if got.dtype != expected.dtype or got.shape != expected.shape:
@@ -251,5 +256,6 @@ def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     """
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(got, expected)
+    # Without infinities and NaN, which `allclose` compares exactly.
     scale = max(expected.abs().nan_to_num(0, 0, 0).flatten().tolist(), default=0.0)
     return torch.allclose(got, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True)

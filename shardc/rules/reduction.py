@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import shardc.custom_ops.recurrent_ops  # noqa: F401  (the ops)
-from shardc.rules.notation import WHOLE, Loops, mixed, rule
+from shardc.rules.notation import FREE, WHOLE, Loops, mixed, rule
 from shardc.rules.rule import ANY, CONTIGUOUS, Call, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Dims, Spec
 
@@ -31,7 +31,8 @@ def reduction_spec(call: Call, kind: str) -> Spec:
     loops = Loops(call)
     shape = loops.shapes[0]
     dims = reduced_dims(call, len(shape))
-    operand = tuple(loops.dim(f"d{i}", size, kind if i in dims else "") for i, size in enumerate(shape))
+    operand = tuple(loops.dim(f"d{i}", size, kind if i in dims else FREE) for i, size in enumerate(shape))
+    # Results have as many dims as the operand only with ``keepdim``, or if nothing is reduced.
     results = [_reduced(operand, dims, keepdim=len(out) == len(shape)) for out in loops.result_shapes]
     return loops.spec([operand], results)
 
@@ -80,6 +81,7 @@ def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
 
     def spec(call: Call) -> Spec:
         loops = Loops(call)
+        # Ranks' counts add up only if they count in the same bins.
         elements = "sum" if fixed(call) else WHOLE
         operands = [loops.dims("d", shape, elements) for shape in loops.shapes]
         # Counts are linear in the weights (operand 1).
@@ -91,7 +93,9 @@ def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
 
 
 def _recurrent(op: str, text: str) -> Rule:
-    """Return the rule of a complete recurrent layer (all time steps): only batch rows may be split."""
+    """Return the rule of a complete recurrent layer (all time steps), given its notation ``text``: only the batch rows
+    ``n`` may be split.
+    """
     names = {name for name in text.replace(",", " ").replace("->", " ").split() if name != "n"}
     return rule(f"shardc_recurrent::{op}", text, **dict.fromkeys(sorted(names), WHOLE))  # type: ignore[arg-type]
 

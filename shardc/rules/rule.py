@@ -38,6 +38,7 @@ class Call:
     def _bound(self) -> dict[str, Any]:
         """Return argument name -> value, defaults included."""
         out = {a.name: a.default_value for a in self.target._schema.arguments}
+        # The call may leave out the last arguments, or pass them by name.
         out.update(zip((a.name for a in self.target._schema.arguments), self.args, strict=False))
         return out | dict(self.kwargs)
 
@@ -68,6 +69,7 @@ class Call:
 
     @property
     def name(self) -> str:
+        """Return the name of the op overload, such as ``aten.mm.default``."""
         return str(self.target)
 
     @property
@@ -140,6 +142,7 @@ class Local:
         """
         names = (argument.name for argument in self.call.target._schema.arguments)
         args = [replaced.pop(name, x) for x, name in zip(self.args, names, strict=False)]
+        # What is left in ``replaced`` was not passed by position.
         return self.builder.call(self.call.target, *args, **{**self.kwargs, **replaced})
 
     def operand(self, name: str) -> Any:

@@ -30,8 +30,9 @@ def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     loops = Loops(call)
     shape = loops.shapes[0]
     sizes = [out[dim] for out in loops.result_shapes]
-    # Every range consists of whole blocks of this size. Operand and results share the position in a block, which may be
-    # split; the number of blocks, which is whole, is each one's own. With an empty range, the dim is whole.
+    # Every range consists of entire blocks of this size. Operand and results share the position in a block: a split of
+    # it leaves each rank the same part of every block. The number of blocks differs, and must not be split. With an
+    # empty range, the dim must not be split at all.
     block = gcd(shape[dim], *starts, *sizes) if all(sizes) else 0
     results = [_in_blocks(loops, out, dim, block, f"y{i}") for i, out in enumerate(loops.result_shapes)]
     return loops.spec([_in_blocks(loops, shape, dim, block, "x")], results, moves=True)
@@ -39,7 +40,8 @@ def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
 
 def _in_blocks(loops: Loops, shape: Sequence[int], dim: int, block: int, name: str) -> Dims:
     """Declare and return the factors of a tensor of ``shape`` whose dim ``dim`` consists of blocks of ``block``
-    elements. Such tensors of a call share all factors but the number of blocks, which ``name`` is for.
+    elements (`Loops.blocks`). Such tensors of a call share all factors but the number of blocks, which is named after
+    ``name``.
     """
     return loops.dims("d", shape, but={dim: loops.blocks(name, shape[dim], block)})
 
@@ -54,15 +56,17 @@ def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
 
 
 def _slice(call: Call) -> Spec:
-    """Return the spec of a slice of one dim."""
+    """Return the spec of a slice of one dim. With a step, the dim may be split if it consists of whole steps, and each
+    has one element of the slice.
+    """
     dim, start, _, step = _slice_bounds(call)
     if step == 1:
         return _ranges(call, dim, [start])
-    # x[::step] with the dim viewed as (steps, step): the steps may be split, the position within a step is whole.
     loops = Loops(call)
     size, count = loops.shapes[0][dim], loops.result_shapes[0][dim]
     others = loops.dims("d", [1 if i == dim else n for i, n in enumerate(loops.shapes[0])])
     before, after = loops.dim("x", size, WHOLE), loops.dim("y", count, WHOLE)
+    # The dim viewed as (steps, step): the steps may be split, the position within a step must not be.
     if start < step and count * step == size:
         after = loops.dim("steps", count)
         before = after + loops.dim("step", step, WHOLE)
@@ -74,7 +78,7 @@ def _slice_local(local: Local) -> Emitted:
     """Emit and return a slice with its bounds in local indices."""
     dim, start, end, step = _slice_bounds(local.call)
     layout = local.operands[0]
-    if step != 1:
+    if step != 1:  # a split dim consists of whole steps, so every rank starts at the same place in a step
         return local.same(start=start, end=layout.local_shape[dim] if layout.dim_axes(dim) else end)
     begin = _to_local(layout, dim, start)
     return local.same(start=begin, end=begin + local.results[0].local_shape[dim])
@@ -90,18 +94,19 @@ def _to_local(layout: Layout, dim: int, edge: int) -> int:
 def _split(call: Call) -> Spec:
     """Return the spec of a split of one dim into consecutive ranges."""
     sizes = [v.shape[call.dim] for v in call.results if v is not None]
-    return _ranges(call, call.dim, list(accumulate(sizes))[:-1])
+    return _ranges(call, call.dim, starts=list(accumulate(sizes))[:-1])
 
 
 def _split_local(local: Local) -> Emitted:
     """Emit a split with local sizes; return its results."""
+    # By sizes, whichever op it is: ``chunk`` and ``split`` would cut a shard at other places.
     sizes = [layout.local_shape[local.call.dim] for layout in local.results]
     return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, local.call.dim)
 
 
 def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
-    """Return (`Loops`, factors of operand 0's dims, the same factors without those of ``dim``). The factor of argument
-    ``dim`` is named ``n`` and has kind ``kind``.
+    """Return (`Loops`, factors of operand 0's dims, the same without the call's ``dim``), for ops that remove or index
+    this dim. Its factor is named ``n`` and has kind ``kind`` (see `Loops`).
     """
     loops, dim = Loops(call), call.dim
     x = loops.dims("d", loops.shapes[0], but={dim: loops.indexed("n", loops.shapes[0][dim], kind)})
@@ -109,7 +114,9 @@ def _unstacked(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
 
 
 def _select(call: Call) -> Spec:
-    """Return the spec of ``select``: a split of its dim leaves a partial sum."""
+    """Return the spec of ``select``: a split of its dim leaves a partial sum, to which ranks without the element add
+    zeros.
+    """
     loops, x, rest = _unstacked(call, "sum")
     return loops.spec([x], [rest], moves=True)
 
@@ -132,6 +139,7 @@ def _select_local(local: Local) -> Emitted:
 
 
 def _unbind(call: Call) -> Spec:
+    """Return the spec of ``unbind``, whose dim must not be split: each of its elements is a result."""
     loops, x, rest = _unstacked(call, WHOLE)
     return loops.spec([x], [rest for _ in loops.result_shapes], moves=True)
 
@@ -152,7 +160,7 @@ def _slice_scatter(call: Call) -> Spec:
 def _slice_scatter_local(local: Local) -> Emitted:
     """Emit and return a ``slice_scatter`` with its bounds in local indices."""
     dim, start, _, step = _slice_bounds(local.call)
-    if step != 1:
+    if step != 1:  # the dim is not split
         return local.same()
     begin = _to_local(local.operands[0], dim, start)
     return local.same(start=begin, end=begin + local.operands[1].local_shape[dim])
@@ -185,6 +193,7 @@ def _cat(call: Call) -> Spec:
     def factors(name: str, x: Sequence[int]) -> Dims:
         if len(x) != len(shape):
             return loops.dims(f"{name}.", x, WHOLE)
+        # A dim without elements has no blocks.
         return _in_blocks(loops, x, dim, block if x[dim] else 0, name)
 
     operands = [factors(f"x{i}", x) for i, x in enumerate(loops.shapes)]
@@ -210,15 +219,15 @@ def _pad(call: Call) -> Spec:
         block = gcd(size, left, right) if size else 0
         before.append(loops.blocks(f"x{i}", size, block, f"d{i}"))
         after.append(loops.blocks(f"y{i}", size_after, block, f"d{i}"))
-    zero = not call["value"]
+    zero = not call["value"]  # other values in the terms of all ranks would add up
     return loops.spec([tuple(before)], [tuple(after)], linear=[{0}] if zero else ())
 
 
 def _pad_local(local: Local) -> Emitted:
     """Emit and return a pad with the numbers of elements to add to the shard."""
     layout = local.operands[0]
-    pads = [[_to_local(layout, i, edge) for edge in pair] for i, pair in enumerate(_pads(local.call))]
-    return local.same(pad=[edge for pair in pads[::-1] for edge in pair])
+    pads = [[_to_local(layout, i, count) for count in pair] for i, pair in enumerate(_pads(local.call))]
+    return local.same(pad=[count for pair in pads[::-1] for count in pair])  # from the last dim
 
 
 def _stack(call: Call) -> Spec:

@@ -78,7 +78,7 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
                 out += [{target: p[source]} for p in proposals if axis in _axes_of(p, source)]
             continue
         # The axis is divided among the factors: each takes the largest part that divides its size, and leaves the rest
-        # to the next. In order of names, because that of a set differs from process to process.
+        # to the next. In order of names, because that of a set differs from process to process. It must be used up.
         left, splits = axis, {}
         for factor in sorted(factors & dict(spec.sizes).keys()):
             size = spec.size(factor)
@@ -87,7 +87,7 @@ def required_splits(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[
                 splits[factor] = canonical(mesh, [Digit(part, axis_part), Digit(size // part)])
         if mesh.size(left) == 1 and splits.keys() == factors:
             out.append(splits)
-    return list({str(assignment): assignment for assignment in out}.values())
+    return list({str(assignment): assignment for assignment in out}.values())  # each once
 
 
 def overlaps(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
@@ -109,9 +109,11 @@ def meets_requirements(spec: Spec, assignment: Mapping[str, Digits], axes: Itera
         return True
     owners, sent = _axes_of(assignment, routed.owners), routed_axes(spec, assignment)
     for required, sets in routed.required:
+        # Parts of the required axis count as the axis.
         split = {f for f in assignment for axis in _axes_of(assignment, f) if split_part(axis)[0] == required}
         if required in axes and split not in sets:
             return False
+    # "gather": no axis may split both factors; "send": each that splits the owners must split the rows.
     return not (routed.way == "gather" and sent) and not (routed.way == "send" and owners - sent)
 
 
@@ -160,6 +162,7 @@ class Spec:
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
+        # Pairs make the spec hashable; these dicts are for look-ups.
         object.__setattr__(self, "_size", dict(self.sizes))
         object.__setattr__(self, "_reduce", dict(self.reduce))
 
@@ -237,9 +240,9 @@ def _share_out(
     """Distribute the ``digits`` of a dim over its factors; return (factor name, its digits) for each. ``factors``:
     (name, size, may be split) of each factor, the major one first.
     """
-    if any(size == 0 for _, size, _ in factors):
+    if any(size == 0 for _, size, _ in factors):  # nothing to split
         return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
-    below, cuts = 1, []
+    below, cuts = 1, []  # the stride of each factor in the dim, the product of the sizes of those below it
     for _, size, _ in reversed(factors):
         cuts.append(below)
         below *= size
@@ -247,6 +250,7 @@ def _share_out(
     # An axis that straddles the border of two factors splits neither: it is dropped.
     while (fine := refine(mesh, digits, cuts)) is None:
         digits = _drop_clashing(mesh, digits, cuts)
+    # Digits and factors both go from major to minor: each factor takes digits down to its stride.
     out = []
     at, stride = 0, prod(d.radix for d in fine)
     for (factor, _, free), cut in zip(factors, cuts, strict=True):
@@ -255,6 +259,7 @@ def _share_out(
             stride //= fine[at].radix
             at += 1
         piece = fine[start:at]
+        # Digits of a factor that must not be split become local.
         out.append((factor, canonical(mesh, piece if free else [Digit(d.radix) for d in piece])))
     return tuple(out)
 
@@ -279,8 +284,9 @@ def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list
     """
     out = []
     for factors in dims:
-        digits = [(f, assignment.get(f, (Digit(spec.size(f)),))) for f in factors]
-        out.append([d for f, mine in digits for d in (_axes_first(mine) if f in spec.ordered else mine)])
+        by_factor = [(f, assignment.get(f, (Digit(spec.size(f)),))) for f in factors]
+        # Of an ordered factor each rank has one contiguous piece.
+        out.append([d for f, digits in by_factor for d in (_axes_first(digits) if f in spec.ordered else digits)])
     return out
 
 
@@ -292,7 +298,7 @@ def results_of(
     """
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
-        present = {f for factors in dims for f in factors}
+        present = {f for factors in dims for f in factors}  # a split of the others leaves a pending reduction
         # A split does not change a replicated result; only ranks that take turns each have a term of it.
         if at in spec.replicated:
             present |= assignment.keys() - spec.in_turn
@@ -351,6 +357,7 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
     for dims, layout in zip(spec.results, results, strict=False):
         for factor, digits in project(spec, dims, layout).items():
             joint.setdefault(factor, digits)
+    # Each axis may split one factor; one that may split both factors of a `Routed` counts once.
     axes = [d.axis for digits in joint.values() for d in digits if d.axis is not None]
     for axis in routed_axes(spec, joint):
         axes.remove(axis)
@@ -372,6 +379,7 @@ def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tupl
     for factor in assignment:
         if factor in spec._reduce and _axes_of(assignment, factor) and not spec.carried_by_all(factor):
             ops.add(spec._reduce[factor])
+    # Reductions of one kind commute, and sums and averages do; a sum of maxima is not the maximum of sums.
     return len(ops) <= 1 or ops == {"sum", "avg"}
 
 
@@ -379,14 +387,14 @@ def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str,
     """Return (axis, reduce op) of the partials that pass through from ``operands``, or the reason, as text, why they
     cannot.
     """
-    where: dict[tuple[str, str], set[int]] = {}
+    partial_at: dict[tuple[str, str], set[int]] = {}  # (axis, reduce op) -> positions of the operands that have it
     for at, layout in enumerate(operands):
         for pair in layout.partial:
-            where.setdefault(pair, set()).add(at)
-    for (axis, op), positions in where.items():
+            partial_at.setdefault(pair, set()).add(at)
+    for (axis, op), positions in partial_at.items():
         if not carries(spec, op, frozenset(positions)):
             return f"operands {sorted(positions)} are partial ({op} over {axis}), which the op does not carry"
-    return tuple(where)
+    return tuple(partial_at)
 
 
 def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
@@ -434,23 +442,25 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     if any(len(cut) > 1 for cut in parts.values()):
         proposals = [{f: cut_digits(mesh, digits, parts.__getitem__) for f, digits in p.items()} for p in proposals]
     if spec.flops:
+        # An axis that operands have, but on no factor that it may split: its ranks would all compute the same.
         unused = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
         proposals += _further_splits(spec, mesh, unused.difference(split_part(axis)[0] for axis in bound))
     uses = _splits_by_axis(spec, proposals)
     for axis, carried in _carried_by_axis(spec, operands, parts).items():
         uses[axis] = uses.get(axis, []) + carried
     axes = sorted(uses, key=mesh.order)
+    # Every combination of one use per axis; the unused axis (`AxisUse()`) comes last. Several may be one strategy.
     fits_by_strategy: dict[Strategy, bool] = {}
     for choice in product(*([*uses[axis], AxisUse()] for axis in axes)):
         candidate = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
         if candidate is not None:
             fits_by_strategy.setdefault(*candidate)
-    fitting = any(fits_by_strategy.values())
-    yield from (strategy for strategy, fits in fits_by_strategy.items() if fits or not fitting)
+    any_fits = any(fits_by_strategy.values())
+    yield from (strategy for strategy, fits in fits_by_strategy.items() if fits or not any_fits)
 
 
 def _further_splits(spec: Spec, mesh: Mesh, axes: Iterable[str]) -> list[Assignment]:
-    """Return proposals (factor -> digits) that split one factor over one of ``axes``, which no operand's layout uses:
+    """Return proposals (factor -> digits) that split one factor over one of ``axes``, which other proposals do not use:
     one for each axis and each factor that it can split.
     """
     return [
@@ -490,6 +500,7 @@ def _carried_by_axis(
         for axis, op in layout.partial:
             for part in parts[axis]:
                 pending.setdefault(part, {}).setdefault(op, set()).add(at)
+    # Two kinds of reductions over one axis cannot both pass through.
     return {
         axis: [
             AxisUse(carried=(op, frozenset(positions)))
@@ -506,12 +517,13 @@ def _strategy(
     """Return (strategy, whether it meets the requirements of `Routed`) in which each axis has its use in ``uses``.
     Return None if no op can follow these uses together.
     """
-    axes_by_split: dict[tuple[str, int], set[str]] = {}
+    axes_by_split: dict[tuple[str, int], set[str]] = {}  # (factor, number of the proposal) -> axes that split it so
     for axis, use in uses.items():
         for split in use.splits:
             axes_by_split.setdefault(split, set()).add(axis)
     assignment: Assignment = {}
     for (factor, at), axes in axes_by_split.items():
+        # The digits of the proposal, with those of axes that are used otherwise local.
         chosen = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[at][factor])
         merged = merge(mesh, assignment.get(factor), canonical(mesh, chosen))
         if merged is None:

@@ -60,16 +60,16 @@ def _reordered(order: Callable[[Call, int], Sequence[int]]) -> SpecOf:
 
 
 def _swapped(call: Call, ndim: int) -> list[int]:
-    """Return the order of dims of ``transpose``."""
+    """Return the order of dims of ``transpose``: the operand's dim in each place of the result."""
     order = list(range(ndim))
-    if ndim:
+    if ndim:  # torch accepts a tensor without dims
         first, second = call["dim0"], call["dim1"]
         order[first], order[second] = order[second], order[first]
     return order
 
 
 def _permutation(call: Call, ndim: int) -> Sequence[int]:
-    """Return the order of dims of ``permute``, counted from 0."""
+    """Return the order of dims of ``permute``: the operand's dim in each place of the result, counted from 0."""
     return [d % ndim for d in call["dims"]]
 
 
@@ -77,6 +77,7 @@ def _permutation(call: Call, ndim: int) -> Sequence[int]:
 
 
 def _expand(call: Call) -> Spec:
+    """Return the spec of ``expand``. Dims of size 1 have no factors, so that the dims that they become may be split."""
     loops = Loops(call)
     shape = loops.result_shapes[0]
     return loops.spec([loops.broadcast(loops.shapes[0], shape)], [loops.broadcast(shape, shape)], moves=True)
@@ -85,7 +86,7 @@ def _expand(call: Call) -> Spec:
 def _repeat(call: Call) -> Spec:
     """Return the spec of ``repeat``: each result dim is the number of repeats (major) times the dim (minor)."""
     loops = Loops(call)
-    lead = len(loops.result_shapes[0]) - len(loops.shapes[0])
+    lead = len(loops.result_shapes[0]) - len(loops.shapes[0])  # ``repeats`` may add leading dims
     before = loops.dims("d", [1] * lead + list(loops.shapes[0]))
     times = [loops.dim(f"times{i}", n) for i, n in enumerate(call["repeats"])]
     after = [major + minor for major, minor in zip(times, before, strict=True)]
@@ -104,20 +105,22 @@ def _repeat_local(local: Local) -> Emitted:
 
 
 def _diagonal(call: Call) -> Spec:
-    """Return the spec of ``diagonal``: two dims become one, at the end."""
+    """Return the spec of ``diagonal``: two dims, which must not be split, become one, at the end."""
     loops = Loops(call)
     shape, result_shape = loops.shapes[0], loops.result_shapes[0]
-    met = {call["dim1"] % len(shape), call["dim2"] % len(shape)}
-    x = tuple(loops.dim(f"d{i}", n, WHOLE if i in met else FREE) for i, n in enumerate(shape))
-    others = tuple(factors for i, factors in enumerate(x) if i not in met)
+    pair = {call["dim1"] % len(shape), call["dim2"] % len(shape)}
+    x = tuple(loops.dim(f"d{i}", n, WHOLE if i in pair else FREE) for i, n in enumerate(shape))
+    others = tuple(factors for i, factors in enumerate(x) if i not in pair)
     return loops.spec([x], [(*others, loops.dim("diagonal", result_shape[-1], WHOLE))], moves=True)
 
 
 def _unfold(call: Call) -> Spec:
-    """Return the spec of ``unfold``: a dim becomes its windows; the elements of a window become a last dim."""
+    """Return the spec of ``unfold``: a dim becomes its windows; the elements of a window become a last dim. These must
+    not be split, as windows overlap.
+    """
     loops = Loops(call)
     shape, result_shape = loops.shapes[0], loops.result_shapes[0]
-    if not shape:
+    if not shape:  # torch gives a tensor without dims a last dim of size 1
         return loops.spec([()], [((),)], moves=True)
     dim = call["dimension"] % len(shape)
     x = tuple(loops.dim(f"d{i}", n, WHOLE if i == dim else FREE) for i, n in enumerate(shape))
@@ -130,10 +133,12 @@ def _unfold(call: Call) -> Spec:
 def _shuffle(call: Call, *, shrink: bool) -> Spec:
     """Return the spec of pixel_shuffle ``(c a b) h w -> c (h a) (w b)``, or of its inverse (``shrink``)."""
     loops = Loops(call)
-    few, many = (loops.result_shapes[0], loops.shapes[0]) if shrink else (loops.shapes[0], loops.result_shapes[0])
-    lead = loops.dims("n", few[:-3])
+    operand, result = loops.shapes[0], loops.result_shapes[0]
+    # The shape [n, c a b, h, w], which has few pixels, and the shape [n, c, h a, w b].
+    packed_shape, image_shape = (result, operand) if shrink else (operand, result)
+    lead = loops.dims("n", packed_shape[:-3])
     factor = call["downscale_factor" if shrink else "upscale_factor"]
-    c, h, w = loops.dim("c", many[-3]), loops.dim("h", few[-2]), loops.dim("w", few[-1])
+    c, h, w = loops.dim("c", image_shape[-3]), loops.dim("h", packed_shape[-2]), loops.dim("w", packed_shape[-1])
     a, b = loops.dim("a", factor, WHOLE), loops.dim("b", factor, WHOLE)
     packed, image = (*lead, c + a + b, h, w), (*lead, c, h + a, w + b)
     return loops.spec([image if shrink else packed], [packed if shrink else image], moves=True)
