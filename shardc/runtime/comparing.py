@@ -83,19 +83,20 @@ class Comparisons:
         Returns:
             None if the first rank has the same hash, else (rank, hash) of the first.
         """
-        prefix, mine = self.key_prefix(number), f"{self.rank} {key}"
+        prefix, entry = self.key_prefix(number), f"{self.rank} {key}"
         self.answered.append(number)
         self.asked.discard(number)
         # The first rank sets the hash that the others compare with.
-        first = store.compare_set(f"{prefix}first", "", mine).decode()
+        first = store.compare_set(f"{prefix}first", "", entry).decode()
         store.set(f"{prefix}here/{self.rank}", "")
-        if first == mine:
+        if first == entry:
             announce(store, number)
-        rank, theirs = first.split()
-        if theirs != key:
-            store.set(f"{prefix}verdict", mine)
+        first_rank, first_key = first.split()
+        if first_key != key:
+            store.set(f"{prefix}verdict", entry)
             announce(store, ["differs", number, self.rank, key])
-            return int(rank), theirs
+            return int(first_rank), first_key
+        # The last rank of those with the same hash.
         if store.add(f"{prefix}came", 1) == len(self.ranks):
             store.set(f"{prefix}verdict", _SAME)
         return None
@@ -118,8 +119,9 @@ class Comparisons:
         if verdict != _SAME:
             rank, key = verdict.split()
             return int(rank), key
+        # All ranks are here, so all have read the verdict of the event that was compared last: its keys can go.
         last, self._last = self._last, number
-        if last is not None and self.rank == self.ranks[0]:  # all ranks have read the verdict before this one
+        if last is not None and self.rank == self.ranks[0]:
             for name in ("first", "came", "verdict", *(f"here/{rank}" for rank in self.ranks)):
                 store.delete_key(f"{self.key_prefix(last)}{name}")
         return None
@@ -135,8 +137,10 @@ class Comparisons:
                     return
                 # Ended ranks are looked for only in long waits: each request to the store takes time.
                 gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
+                # A rank may also have ended after it arrived.
                 missing = next((rank for rank in gone if not store.check([f"{prefix}here/{rank}"])), None)
             except RuntimeError as error:  # every store's error class is one
+                # The store does not answer.
                 raise late_ranks(store, prefix, self.ranks, self.place) or error from error
             if missing is not None:
                 raise ended(self.place(missing), self.ranks)
@@ -164,10 +168,10 @@ class Comparisons:
         """Counts this rank among those that have read how event ``number`` differs between ranks. Returns the store
         key that is set when all ranks have read it.
         """
-        heard = f"{self.key_prefix(number)}all heard"
-        if store.add(f"{self.key_prefix(number)}heard", 1) == len(self.ranks):
-            store.set(heard, "")
-        return heard
+        all_heard = f"{self.key_prefix(number)}all heard"
+        if store.add(f"{self.key_prefix(number)}heard", 1) == len(self.ranks):  # the last reader
+            store.set(all_heard, "")
+        return all_heard
 
     def refuse(self, store: dist.Store, number: int) -> bool:
         """Ends the comparison of event ``number``, at which this rank waits, with the verdict `BEFORE`: ranks
@@ -198,7 +202,7 @@ class Meeting:
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int], place: Place) -> None:
         self.prefix, self.rank, self.ranks, self.place = prefix, rank, ranks, place
         self.invited: tuple[int, str] | None = None
-        self._joined = ""
+        self._joined = ""  # name of the last attempt that this rank joined or opened
         self._failed: tuple[int, str] = (-1, "")  # event and reason of its last failed attempt
         self._samples = StackSamples()
 
@@ -221,18 +225,18 @@ class Meeting:
             MeshError: another rank does something else, has ended, or does not arrive within the store's timeout.
         """
         # The first rank names the attempt; a second method at the same event refuses it.
-        attempt_key, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
-        self._joined = attempt = store.compare_set(attempt_key, "", mine).decode()
+        attempt_key, new_attempt = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
+        self._joined = attempt = store.compare_set(attempt_key, "", new_attempt).decode()
         self.invited = None
         prefix = f"{self.prefix}meet/{attempt}/"
-        if attempt == mine:
+        if attempt == new_attempt:  # this rank is the first
             store.set(f"{prefix}method", method)
             log(store, ["meet", number, attempt])
         elif (other := store.get(f"{prefix}method").decode()) != method:
             self._refuse(store, number, attempt, f"rank {self.rank} calls {method} where others call {other}")
         store.set(f"{prefix}here/{self.rank}", "")
-        if store.add(f"{prefix}came", 1) == len(self.ranks):
-            store.delete_key(attempt_key)
+        if store.add(f"{prefix}came", 1) == len(self.ranks):  # this rank is the last
+            store.delete_key(attempt_key)  # so that the next method at this event opens a new attempt
             store.compare_set(f"{prefix}verdict", "", _DONE)
         verdict = self._wait(store, prefix, number, attempt, check)
         if verdict != _DONE:
@@ -275,6 +279,7 @@ class Meeting:
         Args:
             now: returns the number of this rank's last event; the attempt is refused if that is a later one.
         """
+        # This rank has joined it, or opened it: an attempt's name is "<rank that opened it>.<time>".
         if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
             return
         self.invited = number, attempt
@@ -325,7 +330,9 @@ class StackSamples:
     """
 
     def __init__(self) -> None:
+        # The collective of the last sample (`_collective`), and the number of samples in a row that showed it.
         self._last: tuple[tuple[int, str] | None, int] = (None, 0)
+        # Number of the last sample's event, and the number of samples in a row in which its graphs ran.
         self._runs: tuple[int, int] = (0, 0)
         self._patience = _LONG
 
@@ -370,14 +377,15 @@ def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
     while frame is not None:
         # Frames follow from the inside out: first torch's, then the user's, at which the search ends.
         code = frame.f_code
-        if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
+        if code.co_filename == c10d.__file__ and "group" in frame.f_locals:  # the outermost of these counts
             call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _COLLECTIVES else ""
         elif code.co_filename == functional.__file__ and call is None:
             call = frame  # called by an op on DTensors
-        elif not is_versioned(code):
+        elif not is_versioned(code):  # the user's code
             # In no collective, or in one that ranks may leave before others enter (a broadcast).
             if call is None or call.f_code.co_filename == c10d.__file__ and not name:
                 return None
+            # Of a DTensor's collective, and without a group argument, `rank` is taken to be in the group.
             group = call.f_locals.get("group") if name else None
             with_rank = not isinstance(group, dist.ProcessGroup) or rank in dist.get_process_group_ranks(group)
             where = f"{name or f'{last}() of a DTensor'} ({code.co_filename}:{frame.f_lineno})"

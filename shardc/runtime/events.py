@@ -106,11 +106,12 @@ def call_event(
         deferred: the gradients that are left unreduced.
         row_axes: per tensor, the mesh axes over which ranks may pass different numbers of rows; none by default.
     """
-    uneven = iter(row_axes)
+    uneven = iter(row_axes)  # axes of each tensor in turn; other leaves have none
     inputs = [
         (f"input {name!r}", _argument_text(x, leaf, isinstance(x, Tensor) and bool(next(uneven, ()))))
         for name, x, leaf in zip(call.names, leaves, call.leaves, strict=True)
     ]
+    # Settings of torch at the call, such as autocast; then train mode, `requires_grad` and dtypes of the module.
     around = [(name.replace("_", " "), _setting_text(value)) for name, value in call.surroundings._asdict().items()]
     modes = [(field.name, _run_lengths(getattr(call.mode, field.name))) for field in fields(call.mode)]
     gradients = "recorded" if torch.is_grad_enabled() else "not recorded"
@@ -176,34 +177,36 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
     """Returns the error for two ranks that are at different events under the same event number. The events are given
     as (topic, text) lines.
     """
-    mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
-    topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
+    texts, other_texts = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
+    topics = [topic for topic in {**texts, **other_texts} if texts.get(topic) != other_texts.get(topic)]
     if not topics:
-        both = f"both are at a {mine['event']}, one of them earlier"
+        both = f"both are at a {texts['event']}, one of them earlier"
         return MeshError(
             f"ranks {rank} and {other_rank} are not at the same call: {both}",
             fix=_FIXES["event"],
         )
-    topic = min(topics, key=lambda topic: (topic != "event", not topic.startswith("input '")))  # or of one rank only
-    value, other_value = mine.get(topic), theirs.get(topic)
+    # The error names one topic: what the ranks do, else an input, else the first.
+    topic = min(topics, key=lambda topic: (topic != "event", not topic.startswith("input '")))
+    value, other_value = texts.get(topic), other_texts.get(topic)  # None if only the other rank has the topic
     if topic.startswith("values"):
         # A text other than `SAME` is a whole error, of a rank that has found its values to differ.
-        of = next(lines for lines in (mine, theirs) if lines.get(topic) != SAME)
-        return MeshError(of[topic], fix=of.get("fix", _FIXES["values"]))
+        failed = next(lines for lines in (texts, other_texts) if lines.get(topic) != SAME)
+        return MeshError(failed[topic], fix=failed.get("fix", _FIXES["values"]))
+    # Of long texts, such as graphs, the first line that differs.
     if value is not None and other_value is not None and "\n" in value + other_value:
         pairs = zip_longest(value.splitlines(), other_value.splitlines(), fillvalue="nothing more")
         value, other_value = next(pair for pair in pairs if pair[0] != pair[1])
     what = f"in {topic}" if topic != "event" else "in what they do"
     return MeshError(
-        f"ranks differ at a {mine['event']}, {what}: rank {rank} has {value or 'none'}, "
+        f"ranks differ at a {texts['event']}, {what}: rank {rank} has {value or 'none'}, "
         f"rank {other_rank} has {other_value or 'none'}",
-        fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
+        fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),  # the last, "", fits any topic
     )
 
 
 def raised(rank: str, error: BaseException) -> tuple[str, str | None, str]:
     """Returns (text, source line, advice) of the error that other ranks raise because ``rank`` has raised ``error``."""
-    shardc_error = error if isinstance(error, ShardcError) else None
+    shardc_error = error if isinstance(error, ShardcError) else None  # these have parts; of others, all is in `str`
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
         f": {shardc_error.fix}" if shardc_error and shardc_error.fix else ", whose traceback says where"

@@ -96,10 +96,10 @@ class Groups:
         self.mesh = Mesh.of(device_mesh)
         self.rename: dict[str, str] = {}
         self.stages, self._whole = stages, whole
-        self._inside: dict[str, Groups] = {}
+        self._inside: dict[str, Groups] = {}  # axis of stages -> the groups inside this rank's stage
         self.device_mesh = device_mesh
-        self._views: dict[Mesh, DeviceMesh] = {}
-        self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
+        self._views: dict[Mesh, DeviceMesh] = {}  # results of `view`
+        self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}  # results of `coordinate`
         self.prefix = _prefix(tag)
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global_ranks: list[int] = device_mesh.mesh.flatten().tolist()
@@ -113,6 +113,7 @@ class Groups:
         _check_ranks(self.mesh, self._global_ranks)
         _check_carries(self.mesh, device_mesh.device_type)
         self.rank = self._global_ranks.index(dist.get_rank())
+        # Keys in the store have `number`, on which the ranks agree; `tag` may differ, as ranks may have other meshes.
         self.consistency = RankConsistency(_prefix(number), dist.get_rank(), self._global_ranks, self._interrupt)
         for dim in range(device_mesh.ndim):
             _compat.take_timeout_of_world(device_mesh.get_group(dim))
@@ -137,15 +138,17 @@ class Groups:
         if _world() not in _known:
             _compat.forget_specs_of_dtensors()
         groups_by_mesh = _known.setdefault(_world(), {})
-        key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
+        mesh_ranks = tuple(device_mesh.mesh.flatten().tolist())
+        key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), mesh_ranks)
         if key not in groups_by_mesh:
-            number = sum(ranks == key[2] for _, _, ranks, *_ in groups_by_mesh)
-            groups_by_mesh[key] = cls(device_mesh, len(groups_by_mesh), number)
+            # The same on all ranks of the mesh. The tag is not: this process may have further meshes.
+            number = sum(ranks == mesh_ranks for _, _, ranks, *_ in groups_by_mesh)
+            groups_by_mesh[key] = cls(device_mesh, tag=len(groups_by_mesh), number=number)
         whole = groups_by_mesh[key]
         if not stages:
             return whole
         if stages not in whole._inside:
-            whole._inside[stages] = cls(device_mesh, len(groups_by_mesh), whole=whole, stages=stages)
+            whole._inside[stages] = cls(device_mesh, tag=len(groups_by_mesh), whole=whole, stages=stages)
             # Entered too, since the tag of the next mesh is the number of entries.
             of_stages = (*key, stages)
             groups_by_mesh[of_stages] = whole._inside[stages]
@@ -182,7 +185,8 @@ class Groups:
             c10d._register_process_group(registered, whole._new((self.stages,)))  # type: ignore[arg-type]
             whole.rename[f"{name}:back"] = registered
         key = f"{name}:back" if back else name
-        return c10d._resolve_process_group(whole.add([(self.stages,)])[key])  # type: ignore[arg-type]
+        registered_names = whole.add([(self.stages,)])
+        return c10d._resolve_process_group(registered_names[key])  # type: ignore[arg-type]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
         """Creates the process groups along ``axes_sets``, unless they exist. Returns `rename`: name of a group in
@@ -192,6 +196,7 @@ class Groups:
         stages, the ranks of each stage must.
         """
         ordered = {self._ordered(axes) for axes in axes_sets}
+        # Sorted, as the order of a set differs between processes.
         for axes in sorted(ordered, key=lambda axes: [self._place(axis) for axis in axes]):
             name = ",".join(axes)
             if GROUP_PREFIX + name in self.rename:
@@ -214,7 +219,7 @@ class Groups:
             return self.whole.view(layouts)
         parts = parts_of(self.mesh, layouts)
         view = view_of(self.mesh, parts)
-        if view == self.mesh:
+        if view == self.mesh:  # no axis is split
             return self.device_mesh
         if view not in self._views:
             rename = self.add((part,) for part in parts)
@@ -311,15 +316,18 @@ class Groups:
         With stages, those of a stage do: the programs of stages may differ in their groups.
         """
         if self.stages:
+            # Inside a stage, the axis of stages has one coordinate.
             inside = tuple(axis for axis in axes if axis != self.stages)
-            if len(inside) == 1 and inside[0] in self.mesh.axes:
+            if len(inside) == 1 and inside[0] in self.mesh.axes:  # a whole axis, and not a part of it
                 return self.device_mesh.get_group(inside[0])
+            # By its members only: other stages need not create it.
             return _compat.new_group(self.ranks(inside), members_only=True)
         groups = self._groups(axes)
         everyone = list(range(dist.get_world_size()))
         if groups == [everyone] and not _is_shared(self.device_mesh):
             return _world()
-        # Torch orders the ranks of a group by number, and graphs count them in mesh order: both must be the same.
+        # The device mesh has groups of whole axes. Torch orders the ranks of a group by number, and graphs count them
+        # in mesh order: both must be the same.
         if axes[0] in self.mesh.axes and len(axes) == 1 and all(group == sorted(group) for group in groups):
             return self.device_mesh.get_group(axes[0])
         return self._new(axes)
@@ -332,6 +340,7 @@ class Groups:
         if sorted(self._global_ranks) != everyone:
             # Ranks that are not on the mesh do not take part.
             return _compat.new_group(self.ranks(axes), members_only=True)
+        # Torch requires that all ranks of the world create each group, also those that are not in it.
         handles = [_compat.new_group(group) for group in groups]
         return next(group for group, ranks in zip(handles, groups, strict=True) if dist.get_rank() in ranks)
 
@@ -416,6 +425,7 @@ def as_collective_error(
     node = collective_of(error, gm, segment)
     if node is None:
         return None
+    # The lowered graph has registered names, of which only those of graphs name the axes.
     name = next(key for key, value in groups.rename.items() if value == arguments_of(node)["group_name"])
     axes = group_axes(name, groups.mesh) or ()
     ranks, why = groups.ranks(axes), cause(node)
@@ -438,19 +448,21 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
     """
     collective: fx.Node | None = None
     step = error.__traceback__
-    while step is not None:
+    while step is not None:  # from the outermost frame to the innermost, whose collective counts
         frame, line = step.tb_frame, step.tb_lineno
         # Either a frame of fx.Interpreter, at node `n`, or one of Inductor's code (`call`), at a line of it.
         at = frame.f_locals.get("n") if frame.f_code.co_name == "run_node" else None
         if isinstance(at, fx.Node):
             collective = _start(at)
         elif frame.f_code.co_name == "call":
+            # `index`: which collective this line starts or waits for. The code has them in the graph's order.
             index = collective_at(linecache.getlines(frame.f_code.co_filename), line)
             starts = [node for node in gm.graph.nodes if collective_kind(node) is not None]
+            # `first`: collectives of `gm` before the segment. `takes`: names of the nodes that are its arguments.
             first, takes = (segment.collective, segment.takes) if segment is not None else (0, ())
             if index is not None and 0 <= index < len(starts) - first:
                 collective = starts[first + index]
-            # A negative index: the wait for a collective that an earlier segment has started.
+            # Index -1 - i: the wait for argument i of the segment, which an earlier segment has started.
             elif index is not None and -1 - index in range(len(takes)):
                 collective = next(_start(node) for node in gm.graph.nodes if node.name == takes[-1 - index])
         step = step.tb_next
