@@ -33,8 +33,10 @@ class Heads:
         indexed: whether the op finds queries and keys by their positions.
 
     Attributes:
+        query, key, value: factors of their dims.
         out, row, scores: factors of the output, of a tensor with one number per query, and of the scores.
         by_name: argument name -> factors of its dims.
+        shapes: argument name -> shape, of the operands.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class Heads:
         query, key, value = (self.shapes[name] for name in ("query", "key", "value"))
         sequence = loops.indexed if indexed else loops.dim
         b, g = loops.dim("b", query[0], batch), loops.dim("g", key[1], batch)
-        h = (*g, *loops.dim("r", query[1] // key[1], groups))
+        h = (*g, *loops.dim("r", query[1] // key[1], groups))  # r heads of queries share a head of keys
         q, k = sequence(QUERIES, query[2], rows), sequence(KEYS, key[2], keys)
         e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
         self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
         self.out, self.row, self.scores = (b, h, q, f), (b, h, q), (b, h, q, k)
         self.by_name: dict[str, Dims] = {"query": self.query, "key": self.key, "value": self.value}
+        # The gradient of the output has another name in each kernel's schema.
         self.by_name |= dict.fromkeys(("out", "grad", "grad_out", "grad_out_"), self.out)
 
 
@@ -60,7 +63,8 @@ class _FusedHeads(Heads):
         # Backward sums over queries, over the heads that share a key, and over the dims that a bias was broadcast to.
         # A kernel with dropout draws by position in the unsharded tensor, so it must not be split.
         kind = WHOLE if loops.call["dropout_p"] else "sum" if backward else FREE
-        # A causal kernel takes the first query that it gets for the first of the sequence.
+        # A causal kernel takes the first query that it gets for the first of the sequence. A log-sum-exp with padded
+        # rows does not divide as the queries do.
         rows = WHOLE if loops.call["is_causal"] or _pads_rows(loops) else kind
         super().__init__(loops, batch=kind, groups=kind, rows=rows)
 
@@ -69,9 +73,10 @@ class _FusedHeads(Heads):
         pad the rows or return an empty tensor.
         """
         *batch_and_head, q = self.row
-        if shape[2] != self.shapes["query"][2]:
+        if shape[2] != self.shapes["query"][2]:  # padded or empty
             q = self.loops.dim("rows", shape[2], WHOLE)
-        return (*batch_and_head, q, *[()] * (len(shape) - 3))
+        appended: Dims = ((),) * (len(shape) - 3)  # a dim of size 1 has no factors
+        return (*batch_and_head, q, *appended)
 
     def operands(self) -> list[Dims]:
         """Return the factors of the dims of each operand of the call. An operand that is no input or output of
@@ -89,23 +94,31 @@ class _FusedHeads(Heads):
 
 
 def _pads_rows(loops: Loops) -> bool:
-    """Return whether the kernel's log-sum-exp has more rows than there are queries (some kernels pad it)."""
+    """Return whether the kernel's log-sum-exp has other rows than there are queries: some kernels pad it, or return an
+    empty one.
+    """
     lse = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "logsumexp"]
+    lse = lse or loops.result_shapes[1:2]  # an operand of a backward kernel, the second result of a forward one
     queries = loops.shapes[loops.names.index("query")][2]
-    return any(shape[2] != queries for shape in lse or loops.result_shapes[1:2] if len(shape) > 2)
+    return any(shape[2] != queries for shape in lse if len(shape) > 2)
 
 
 def _forward(call: Call) -> Spec:
-    """Return the spec of a fused attention."""
+    """Return the spec of a fused attention: its results are the output, the log-sum-exp and further state for backward,
+    such as a random seed.
+    """
     loops = Loops(call)
     heads = _FusedHeads(loops, backward=False)
     state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.result_shapes[2:])]
     results = [heads.out, heads.log_sum_exp(loops.result_shapes[1]), *state]
+    # The state is the same on every rank, whatever is split.
     return loops.spec(heads.operands(), results, replicated=range(2, len(results)))
 
 
 def _backward(call: Call) -> Spec:
-    """Return the spec of the backward of a fused attention."""
+    """Return the spec of the backward of a fused attention: its results are the gradients of query, key and value, and
+    of a bias from the kernels that give it. A result that is None is left out.
+    """
     loops = Loops(call)
     heads = _FusedHeads(loops, backward=True)
     inputs = [heads.query, heads.key, heads.value]
@@ -139,6 +152,7 @@ def _packed(call: Call, backward: bool) -> Spec:
         results = [loops.dims(f"result{at}.", shape, WHOLE) for at, shape in enumerate(loops.result_shapes)]
         return loops.spec(whole, results)
     g = loops.dim("g", key[1])
+    # r heads of queries share a head of keys, whose gradient sums over them.
     h = (*g, *loops.dim("r", query[1] // key[1], "sum" if backward else FREE))
     # All sequences lie in one dim; where each begins is data, so this dim is whole.
     t, u = loops.dim("t", query[0], WHOLE), loops.dim("u", key[0], WHOLE)
@@ -151,6 +165,7 @@ def _packed(call: Call, backward: bool) -> Spec:
         "grad_out": (t, h, f),
         "lse": (h, t),
     }
+    # Others, such as where each sequence begins, are whole.
     operands = [dims[n] if n in dims else loops.dims(f"{n}.", shape, WHOLE) for n, shape in shapes.items()]
     if backward:
         return loops.spec(operands, [dims[name] for name in ("query", "key", "value")])
@@ -166,17 +181,25 @@ PACKED = table(
 )
 
 
+# Method of `shardc.cp` -> the sets of factors of which its axis must split one: queries and keys, or heads.
 _BOTH, _HEADS = (frozenset({QUERIES, KEYS}),), (frozenset("g"), frozenset("r"), frozenset("gr"))
 _SPLITS = {"gather": _BOTH, "ring": _BOTH, "ulysses": _HEADS, "auto": _BOTH + _HEADS}
 
 
 class SequenceHeads(Heads):
-    """Factors of `shardc.custom_ops.attention_ops`, whose sequence may be split."""
+    """Factors of `shardc.custom_ops.attention_ops`, whose sequence may be split: the queries, the keys, or both.
+
+    Args:
+        backward: whether the op is the gradient.
+        batch: kind of the factors b (batch) and g (heads of keys).
+    """
 
     def __init__(self, loops: Loops, *, backward: bool, batch: str = FREE) -> None:
+        # Gradients of keys and values are sums over queries and over the heads that share a key. A split of the keys
+        # leaves a sum in both directions: of the output (weighted), or of the gradient of the queries.
         kind = "sum" if backward else FREE
         super().__init__(loops, batch=batch, groups=kind, rows=kind, keys="sum", indexed=True)
-        self.by_name |= {"logsumexp": self.row, "later": ()}
+        self.by_name |= {"logsumexp": self.row, "later": ()}  # ``later`` is a single bool
         if (bias := self.shapes.get("bias")) is not None:
             # The columns of a bias are whole: each block of keys selects its own columns.
             scores = (*self.row, loops.dim("columns", bias[-1], WHOLE))
@@ -192,8 +215,9 @@ def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
     keys between the ranks. ``moving``: positions of the operands with keys and values, each sent ``trips`` times.
     """
     sizes = dict(spec.sizes)
-    if QUERIES not in sizes or KEYS not in sizes:
+    if QUERIES not in sizes or KEYS not in sizes:  # a sequence of one element has no factor to split
         return spec
+    # What the plan says about each axis: "cp0,cp1" with "ring,ulysses".
     methods = zip(call["axis"].split(","), call["method"].split(","), strict=True)
     required = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
     routed = Routed(QUERIES, KEYS, moving=moving, trips=trips, around=call["around"], required=required)
@@ -204,25 +228,36 @@ def _call(call: Call) -> Spec:
     """Return the spec of attention with a split sequence. If keys are split, the output is a partial sum."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=False)
+    key, value = 1, 2  # positions of the operands
+    log_sum_exp = 1  # position of the result
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
-    spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{2}], replicated=[1])
-    return routed(call, spec, moving=(1, 2), trips=1)
+    spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{value}], replicated=[log_sum_exp])
+    return routed(call, spec, moving=(key, value), trips=1)
 
 
 def _gradient(call: Call) -> Spec:
     """Return the spec of the backward of attention of a split sequence."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=True)
-    spec = loops.spec(heads.operands(), [heads.query, heads.key, heads.value], linear=[{0}])
+    grad, key, value = 0, 2, 3  # positions of the operands
+    spec = loops.spec(heads.operands(), [heads.query, heads.key, heads.value], linear=[{grad}])
     # Each block of keys and values is sent, and their gradients back.
-    return routed(call, spec, moving=(2, 3), trips=2)
+    return routed(call, spec, moving=(key, value), trips=2)
 
 
 # --- on one rank
 
 
 class Attended:
-    """Output and log-sum-exp of a rank's queries over the blocks of keys so far, combined as each block is added."""
+    """Output and log-sum-exp of a rank's queries over the blocks of keys so far, combined as each block is added.
+
+    With s the log-sum-exp of all scores and s_i that of block i, the output is the sum of ``exp(s_i - s) * out_i``.
+
+    Attributes:
+        out, sums: the output and its log-sum-exp; None before the first block.
+        blind: whether a log-sum-exp may be -inf, since a query sees no key of a block.
+        many: whether the output was weighted, and so is in float32.
+    """
 
     def __init__(self, local: Local) -> None:
         self.local, self.run = local, local.builder.call
@@ -231,28 +266,29 @@ class Attended:
         self.blind = self.many = False
 
     def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:
-        """Adds the result for one block of keys: its output ``out`` and its log-sum-exp ``sums``. ``blind``: some
+        """Add the result for one block of keys: its output ``out`` and its log-sum-exp ``sums``. ``blind``: some
         queries may see no key of this block, so their log-sum-exp is -inf.
         """
         self.blind |= blind
-        if self.out is None:
+        if self.out is None:  # a single block stays as it is, in its dtype
             self.out, self.sums = out, sums
             return
         self.many = True
         combined = self.run(aten.logaddexp.default, self.sums, sums)
         base = self._base(combined)
         # Each block's output is divided by the sum over its own keys, so it is weighted by its share of all.
-        first, second = (
+        before, added = (
             self.run(aten.mul.Tensor, wide(self.local, x), self._share(part, base))
             for x, part in ((self.out, self.sums), (out, sums))
         )
-        self.out, self.sums = self.run(aten.add.Tensor, first, second), combined
+        self.out, self.sums = self.run(aten.add.Tensor, before, added), combined
 
     def over(self, pending: tuple[str, ...]) -> tuple[Emitted, Emitted]:
         """Return (this rank's term of the output, log-sum-exp over all keys). ``pending``: the axes over which the keys
         are split, so that each rank has seen a part of them.
         """
         if pending:
+            # Weighted by the share of this rank's keys in all, outputs of the ranks add up to the whole output.
             part, self.sums = self.sums, _all_sums(self.local, self.sums, pending)
             share = self._share(part, self._base(self.sums))
             self.out, self.many = self.run(aten.mul.Tensor, wide(self.local, self.out), share), True
@@ -269,7 +305,7 @@ class Attended:
         block's keys, ``whole`` the log-sum-exp over all keys.
         """
         weight = self.run(aten.exp.default, self.run(aten.sub.Tensor, part, whole))
-        return self.run(aten.unsqueeze.default, weight, 3)
+        return self.run(aten.unsqueeze.default, weight, 3)  # [b, h, q, 1], to broadcast to an output
 
 
 def _call_local(local: Local) -> Emitted:
@@ -278,21 +314,23 @@ def _call_local(local: Local) -> Emitted:
     scale, query = local.call["scale"], local.operand("query")
     for block, k, v in sequence.with_keys(sequence.blocks()):
         keys = _key_count(local, sequence, k)
-        outputs = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
-        o, s = run(getitem, outputs, 0), run(getitem, outputs, 1)
+        results = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
+        block_out, block_sums = run(getitem, results, 0), run(getitem, results, 1)
+        # The kernel returns 0 for a query that sees no key of the block; -inf gives the block no share in its output.
         if block.blind is not None:
-            s = run(aten.where.self, block.blind, run(aten.full_like.default, s, -inf), s)
-        attended.add(o, s, blind=block.blind is not None)
+            nothing = run(aten.full_like.default, block_sums, -inf)
+            block_sums = run(aten.where.self, block.blind, nothing, block_sums)
+        attended.add(block_out, block_sums, blind=block.blind is not None)
     out, sums = attended.over(sequence.pending)
     return [out, _finite(local, sums) if attended.blind else sums]
 
 
 def _key_count(local: Local, sequence: KeyBlocks, keys: Emitted) -> int:
-    """Return the number of ``keys``, those of a block, without padding. In a block of split keys the bias hides the
-    padding, so it counts.
+    """Return the number of ``keys``, those of a block [b, g, k, e], without padding. In a block of split keys the bias
+    hides the padding, so it counts.
     """
     count = local.builder.shape(keys)[2]
-    return min(local.call["keys"], count) if sequence.whole else count
+    return min(local.call["keys"], count) if sequence.whole else count  # padding comes after all keys
 
 
 def _finite(local: Local, sums: Emitted) -> Emitted:
@@ -310,11 +348,15 @@ def _all_sums(local: Local, sums: Emitted, axes: tuple[str, ...]) -> Emitted:
     """
     run = local.builder.call
     message = run(aten.clone.default, sums, memory_format=torch.contiguous_format)
-    return run(aten.logsumexp.default, gathered(local, sums, message, *local.builder.group(axes)), [0])
+    ranks, group = local.builder.group(axes)
+    of_ranks = gathered(local, sums, message, ranks, group)  # [ranks, b, h, q]
+    return run(aten.logsumexp.default, of_ranks, [0])
 
 
 def _gradient_local(local: Local) -> Emitted:
-    """Emit the gradients of query, key and value on this rank, block by block; return them."""
+    """Emit the gradients of query, key and value on this rank, block by block; return them. Output and log-sum-exp are
+    those over all keys, by which the op for a block gives the block's part of the gradients.
+    """
     run, sequence, scale = local.builder.call, KeyBlocks(local), local.call["scale"]
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
 
