@@ -69,10 +69,10 @@ def computing(cost: Pricing, device: torch.device) -> Pricing:
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
     """Returns the cost model by which collectives of activations are cut into chunks; None for the default cost model,
-    which knows nothing about the links between ranks. ``direct``: whether collectives are sent as messages between
-    ranks.
+    which knows nothing about the links between ranks.
 
-    If so, they are priced by what ``cost`` has measured of messages, if anything.
+    If collectives are sent as messages between ranks (``direct``), they are priced by what ``cost`` has measured of
+    messages, if anything.
     """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)
@@ -88,7 +88,7 @@ def bucket_size(options: Options, mesh: Mesh) -> int | ByLink:
 
 
 def in_pieces(options: Options) -> bool:
-    """Tells whether `Decompose` may split collectives into chunks of rows under these options."""
+    """Returns whether `Decompose` may split collectives into chunks of rows under these options."""
     return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
 
 

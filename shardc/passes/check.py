@@ -34,7 +34,7 @@ from shardc.verify.subject import Broken, Check, State, Subject, no_rules, repor
 def check(
     gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None, *, spec: str | None = None
 ) -> Program:
-    """Verifies ``gm`` after ``stage`` and returns the fingerprints of its values.
+    """Verifies ``gm``, the graph after the pass ``stage``, and returns the fingerprints of its values.
 
     Args:
         mesh: the mesh of the layouts.
@@ -46,13 +46,13 @@ def check(
         VerifyError: a check fails; the error names the stage, the node and the reason.
     """
     verify(gm, mesh, stage, disagreement, spec=spec)
-    prints = fingerprints(gm.graph)
+    prints = fingerprints(gm.graph)  # a reshard has that of its operand
     if before is not None and stage in MOVING and (wrong := changed(before, gm, prints)) is not None:
         raise broken(Subject(gm, mesh, disagreement), stage, *wrong)
     return program(gm, prints)
 
 
-# Passes on halves that keep every result, and those that keep the order of ops.
+# Passes on halves after which every output has the same value as before, and those that keep the order of ops.
 KEEP_VALUES = ("bucket", "algorithms", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
 ALGORITHMS = "algorithms"  # may replace a collective by other ops
@@ -67,7 +67,14 @@ ON_HALVES = (
 
 
 class Verify(Hook):
-    """Verifies the joint graph after every pass; a pass without a spec has to meet the spec of the previous one."""
+    """Verifies the joint graph after every pass; a pass without a spec has to meet the spec of the previous one.
+
+    Attributes:
+        spec: the last stage that has a spec (`SPECS`); "" before the first.
+        state: the graph when it was verified last.
+        program: the fingerprints of the graph as it is; None if not computed, as behind a pass that changes values.
+        input: the graph that the current pass takes.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
@@ -76,24 +83,28 @@ class Verify(Hook):
         self.input: fx.GraphModule | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        """Records the graph, and its fingerprints if ``stage`` only moves data."""
+        """Records the graph, and its fingerprints if ``stage`` only moves data, which must not change them."""
         self.input = gm
         if stage in MOVING and self.program is None:
             self.program = program(gm)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         """Raises VerifyError if the graph breaks an invariant of ``stage``."""
-        last, state, self.spec = self.spec, State(gm.graph), stage if stage in SPECS else self.spec
+        last_spec, state = self.spec, State(gm.graph)
+        is_known = stage in SPECS  # a pass of shardc; others are the user's
+        if is_known:
+            self.spec = stage
         # Neither the graph nor the spec that applies to it has changed.
-        if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
+        if state.is_of(self.state) and SPECS[last_spec] is SPECS[self.spec]:
             return
         self.state = state
-        before = self.input if self.input is not gm else None  # a pass may change the graph that it takes
+        # For the report. None if the pass has changed the graph that it took, which then is no longer there.
+        before = self.input if self.input is not gm else None
         with reporting(self.mesh, {"before": before, "after": gm}):
             if stage in MOVING:
-                self.program = check(gm, self.mesh, stage, self.program, spec=self.spec)
+                self.program = check(gm, self.mesh, stage, before=self.program, spec=self.spec)
             else:
-                _check(Subject(gm, self.mesh, disagreement), stage, SPECS[self.spec], stage not in SPECS)
+                _check(Subject(gm, self.mesh, disagreement), stage, SPECS[self.spec], of_user=not is_known)
                 self.program = None  # other passes change values on purpose
 
 
@@ -104,13 +115,20 @@ class VerifyHalf(Hook):
         mesh: the mesh of the layouts.
         passes: the passes that run on the half.
         causes: parameter -> the plan entries that decide its compute layout, for errors.
+
+    Attributes:
+        overlaps: names of the schedule passes after which waits have to be late.
+        state: the graph after the last pass.
+        prints: node -> fingerprint in the graph after the last pass; None if not computed.
+        replaced: name of a collective's result that other ops compute (`Algorithms`) -> the collective.
+        values, order: fingerprints of outputs and names of ops before the current pass, if it has to keep them.
     """
 
     def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
         self.mesh, self.causes = mesh, causes or {}
         self.overlaps = {pass_.name for pass_ in passes if isinstance(pass_, Schedule) and not pass_.blocking}
         self.state: State | None = None
-        self.prints: dict[fx.Node, Any] | None = None  # fingerprints of the current graph, if computed
+        self.prints: dict[fx.Node, Any] | None = None
         self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
@@ -119,6 +137,7 @@ class VerifyHalf(Hook):
         """
         if stage in KEEP_VALUES and self.prints is None:
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
+        # All collectives may be replaced; `_after` keeps those that were.
         if stage == ALGORITHMS and self.prints is not None:
             self.replaced = collectives(gm.graph, self.prints)
         self.values = of_outputs(gm.graph, self.prints) if self.prints is not None else {}
@@ -136,9 +155,10 @@ class VerifyHalf(Hook):
         if stage not in self.overlaps and self.state.is_of(last):
             return
         subject = Subject(gm, self.mesh, no_rules, self.causes)
-        _check(subject, stage, (*HALF, check_waits) if stage in self.overlaps else HALF, stage not in ON_HALVES)
+        checks = (*HALF, check_waits) if stage in self.overlaps else HALF
+        _check(subject, stage, checks, of_user=stage not in ON_HALVES)
         if stage not in KEEP_VALUES:
-            self.prints = None
+            self.prints = None  # of a graph that is no longer there
         # The same ops in another order have the same fingerprints.
         elif not self.state.computes(last):
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
@@ -185,8 +205,8 @@ def disagreement(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> s
         return None if operands == results else f"the cast takes {_shown(operands)} and gives {_shown(results)}"
     spec = spec_of(call_of(node))
     if spec is None:
-        axes = [layout for layout in (*operands, *results) if layout.axes]
-        return f"the op has no rule and must be whole, not {axes[0]}" if axes else None
+        not_whole = [layout for layout in (*operands, *results) if layout.axes]
+        return f"the op has no rule and must be whole, not {not_whole[0]}" if not_whole else None
     return _disagreement(spec, operands, results)
 
 
@@ -197,7 +217,7 @@ def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layou
     """
     if len(operands) != len(spec.operands):
         return f"the rule has {len(spec.operands)} operands, the op has {len(operands)}"
-    if not operands:
+    if not operands:  # an op such as `arange`: the layout of its result is free
         strategy = from_results(spec, results[0])
         return None if strategy is not None and strategy.results == results else f"the op cannot make {_shown(results)}"
     inferred = infer(spec, operands, results)
@@ -212,27 +232,29 @@ def _shown(layouts: tuple[Layout, ...]) -> str:
 
 
 def check_waits(subject: Subject) -> Broken:
-    """Check that no op computes between a wait and its first use. Yield each wait that is too early, with the reason.
+    """Checks that no op computes between a wait and its first use. Yields each wait that is too early, with the reason.
 
     A collective whose result only leaves the graph has to be waited for after the start of another one, or after all
     compute.
     """
     nodes, place, graph = subject.nodes, subject.place, subject.gm.graph
-    leaves = leaving(graph)
+    leaves = leaving(graph)  # nodes that only carry results of collectives to the output
     starts = [place[node] for node in subject.calls if collective_kind(node) is not None]
-    last = max((place[node] for node in subject.calls if _computes(node) and node not in leaves), default=0)
+    last_compute = max((place[node] for node in subject.calls if _computes(node) and node not in leaves), default=0)
     sent_on = before_other_starts(leaves)
     for wait in subject.calls:
+        # A result that is sent on is waited for where the next collective starts.
         if wait.target is not WAIT or wait in sent_on or (start := collective_of(wait)) is None:
             continue
         if wait not in leaves:
-            first = min(map(place.__getitem__, wait.users), default=0)
-            blocking = _first_compute(graph, nodes[place[wait] + 1 : first])
+            first_use = min(map(place.__getitem__, wait.users), default=0)
+            blocking = _first_compute(graph, nodes[place[wait] + 1 : first_use])
         elif start in leaves:  # a second reduction, which starts when the first is done
             continue
         # No collective starts between its start and its wait, though compute follows that it could overlap with.
-        elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
-            blocking = _first_compute(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
+        elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last_compute > place[wait]:
+            behind = [node for node in nodes[place[wait] + 1 : last_compute + 1] if node not in leaves]
+            blocking = _first_compute(graph, behind)
         else:
             continue
         if blocking is not None:
@@ -250,5 +272,5 @@ def _computes(node: fx.Node) -> bool:
 def _first_compute(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
     """Returns the first of ``nodes`` that computes and is not `prefetchable` (free to move); None if there is none."""
     computing = [node for node in nodes if _computes(node)]
-    ready = prefetchable(graph) if computing else frozenset()
-    return next((node for node in computing if node not in ready), None)
+    movable = prefetchable(graph) if computing else frozenset()  # not computed if there is nothing to compare with
+    return next((node for node in computing if node not in movable), None)

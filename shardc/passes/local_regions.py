@@ -40,7 +40,7 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
     """
     region = _region(node)
     value = ir.info(node).value
-    values = [ir.value(x) for x in operands_of(node)]
+    values = [ir.value(x) for x in operands_of(node)]  # of the arguments; a gradient has tangents behind them
     count = len(region.inputs)
     arguments = tuple(_layout(region, "in", at, spec, mesh, values[at]) for at, spec in enumerate(region.inputs))
     for at, layout in enumerate(arguments):
@@ -50,9 +50,10 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
     if node.target is CALL:
         assert isinstance(value, tuple)
         return Strategy(arguments, _result_layouts(region, mesh, value))
-    floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
+    floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]  # only these have one
     tangents = _tangents(region, mesh, values[count:])
     sums = tuple(arguments[at].with_partial(_replicating_axes(arguments[at])) for at in floating)
+    # The tangent of a result with a pending sum is the same for each term.
     return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
 
 
@@ -94,7 +95,9 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Calls) -> list[fx.
     )
 
     def on_a_rank(tensors: list[Tensor], indices: list[Tensor]) -> list[Tensor]:
-        """Returns the results of the region, or its gradients, on the shards ``tensors`` of the rank at ``indices``."""
+        """Returns the results of the region, or its gradients, on the shards ``tensors`` of the rank whose index along
+        each axis is in ``indices``.
+        """
         with on_ranks(Ranks(mesh, dict(zip(mesh.axes, indices, strict=True)))):
             if node.target is CALL:
                 return region.run(tensors)
@@ -110,6 +113,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Calls) -> list[fx.
         fix = "pass it as an argument, with a layout"
         raise _error(region, "it uses a tensor that is none of its arguments", fix)
     index_inputs = ir.placeholders(traced.graph)[len(operands) :]
+    # The rank's index along an axis is a coordinate of the graph, if the function reads it.
     coordinates = [
         emitter.coordinate((axis,)) if x.users else None for axis, x in zip(mesh.axes, index_inputs, strict=True)
     ]
@@ -127,9 +131,9 @@ def _check(region: Region, node: fx.Node, results: Sequence[fx.Node]) -> None:
     """Raises RuleError if one of ``results``, which the region computed on a rank, has another shape than its
     out_layouts say.
     """
-    record = ir.info(node).value
-    assert isinstance(record, tuple)
-    for at, (value, local) in enumerate(zip(record, results, strict=True)):
+    values = ir.info(node).value
+    assert isinstance(values, tuple)
+    for at, (value, local) in enumerate(zip(values, results, strict=True)):
         if value is None or value.layout is None:
             continue
         shape, expected = tuple(local.meta["val"].shape), tuple(value.layout.local_shape)
@@ -162,7 +166,7 @@ def _error(region: Region, text: str, fix: str) -> RuleError:
 
 
 def _region(node: fx.Node) -> Region:
-    """Returns the region that a call (or gradient) node names by number in its last argument."""
+    """Returns the region of ``node``, a region's call or gradient, which names it by number in its last argument."""
     number = node.args[-1]
     assert isinstance(number, int)
     return region_of(number)

@@ -30,12 +30,14 @@ aten = torch.ops.aten
 
 
 def call_of(node: fx.Node) -> Call:
-    """Converts an op node to a `Call`: target, arguments and results at global shapes, without layouts."""
+    """Converts an op node to a `Call`: target, arguments and results at global shapes, without layouts. Calls are
+    hashable, and equal for ops of equal shapes, so that what follows from them is computed once.
+    """
     return Call(
         target=node.target,
         args=tuple(plain(a) for a in node.args),
         kwargs=tuple(sorted((k, plain(a)) for k, a in node.kwargs.items())),
-        results=tuple(v and Value(v.dtype, v.shape) for v in ir.info(node).values),
+        results=tuple(v and Value(v.dtype, v.shape) for v in ir.info(node).values),  # None for no tensor
     )
 
 
@@ -56,14 +58,15 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Argumen
     """Returns (args, kwargs) of ``node`` with its operands, in the order of `operands_of`, replaced by ``operands``."""
     replacements, old = iter(operands), set(operands_of(node))
     schema = getattr(node.target, "_schema", None)
+    # `map_arg` goes through args, then kwargs: with kwargs in schema order it meets operands in that of `operands_of`.
     order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else node.kwargs
     kwargs = {name: node.kwargs[name] for name in order}
-    args, kwargs = fx.map_arg((node.args, kwargs), lambda x: next(replacements) if x in old else x)  # in order
+    args, kwargs = fx.map_arg((node.args, kwargs), lambda x: next(replacements) if x in old else x)
     return args, kwargs
 
 
 def plain(argument: Any) -> Any:
-    """Returns ``argument`` in hashable form: a node becomes its `Value`, a list becomes a tuple."""
+    """Returns ``argument`` in hashable form: a node becomes its `Value` (dtype and shape), a list becomes a tuple."""
     if isinstance(argument, fx.Node):
         value = ir.info(argument).value
         return Value(value.dtype, value.shape) if isinstance(value, Value) else value
@@ -85,7 +88,7 @@ _FINISHING = {WAIT, CAST, aten.sum.dim_IntList, aten.div.Tensor}
 
 
 def is_start(node: fx.Node) -> bool:
-    """Tells whether ``node`` starts a collective, or a move between host and device."""
+    """Returns whether ``node`` starts a collective, or a move between host and device."""
     return node.op == "call_function" and starts(node.target)
 
 
@@ -103,7 +106,7 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
     for node in graph.nodes:
         if node in out:
             counts = [level.get(x, 0) + is_start(x) for x in node.all_input_nodes if x in out or is_start(x)]
-            if any(counts):
+            if any(counts):  # else no collective is before it
                 level[node] = max(counts)
     return level
 
@@ -120,7 +123,7 @@ def only_to_output(graph: fx.Graph, accepts: Callable[[fx.Node], bool]) -> set[f
 def before_other_starts(leaves: dict[fx.Node, int]) -> set[fx.Node]:
     """Returns those of ``leaves``, a result of `leaving`, that lead to a further collective or move, or are one."""
     leading: set[fx.Node] = set()
-    for node in reversed(leaves):
+    for node in reversed(leaves):  # in the graph's order: users before operands
         if is_start(node) or not leading.isdisjoint(node.users):
             leading.add(node)
     return leading
@@ -155,8 +158,8 @@ class Gradient:
     """Marks a value that is used, through linear ops, by one parameter's gradient only.
 
     Args:
-        target: layout (batch axes excepted) from which the gradient gets its compute layout without a reshard; None if
-            it cannot be derived.
+        target: layout (batch axes excepted) in which the value should be, so that the gradient has its compute layout
+            without a reshard; None if it cannot be derived.
         batch_axes: axes that are ignored: over these the value stays a partial sum until the gradient's reduction.
     """
 
@@ -164,8 +167,8 @@ class Gradient:
     batch_axes: tuple[str, ...]
 
     def seconds(self, layout: Layout, itemsize: int, cost: Pricing) -> float:
-        """Returns the predicted seconds to reshard the gradient from ``layout`` to the layout in which it must leave
-        the graph. Reductions over batch axes are not counted.
+        """Returns the predicted seconds to reshard the value from ``layout`` to ``target``. Reductions over batch axes
+        are not counted: every gradient needs these.
         """
         if self.target is None:
             return 0.0
@@ -200,6 +203,7 @@ def priced(
     """
     out = []
     for strategy in strategies(spec, operands):
+        # Reshards of operands. ``dtypes`` is longer, as it has the results' dtypes, too.
         price = sum(
             redistribute.seconds(have, want, dtype.itemsize, cost, PIN_PENALTY if pin else 1.0)
             for have, want, seen, pin, dtype in zip(
@@ -207,7 +211,7 @@ def priced(
             )
             if have != want and want not in seen
         )
-        itemsize = work.dtypes[-1].itemsize
+        itemsize = work.dtypes[-1].itemsize  # of the result
         if grad is not None:
             price += grad.seconds(strategy.results[0], itemsize, cost)
         else:
@@ -235,11 +239,12 @@ def operations(spec: Spec, strategy: Strategy) -> float:
     """
     layouts = (*strategy.operands, *strategy.results)
     if spec.in_turn:
-        waits = {
+        # Axes over which ranks take turns.
+        in_turn_axes = {
             axis for layout, dims in zip(strategy.operands, spec.operands, strict=True)
             for dim, factors in enumerate(dims) if spec.in_turn & set(factors) for axis in layout.dim_axes(dim)
         }  # fmt: skip
-        layouts = tuple(layout.unbind(waits) for layout in layouts)
+        layouts = tuple(layout.unbind(in_turn_axes) for layout in layouts)
     return spec.flops / shares(layouts)
 
 
@@ -255,22 +260,23 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
     """
     if spec.routed is None:
         return computed
-    axes_of: dict[str, tuple[str, ...]] = {}
+    axes_of: dict[str, tuple[str, ...]] = {}  # factor -> the axes that split it
     for layout, dims in zip(operands, spec.operands, strict=True):
         for dim, factors in enumerate(dims):
             axes_of |= {factor: layout.dim_axes(dim) for factor in factors if factor not in axes_of}
-    split = axes_of.get(spec.routed.rows, ())
-    mesh, sent = operands[0].mesh, tuple(axis for axis in split if axis in axes_of.get(spec.routed.owners, ()))
+    row_axes, owner_axes = axes_of.get(spec.routed.rows, ()), axes_of.get(spec.routed.owners, ())
+    # Rows (tokens, queries) and owners (experts, keys) are on different ranks if an axis splits both.
+    mesh, sent = operands[0].mesh, tuple(axis for axis in row_axes if axis in owner_axes)
     if not sent:
         return computed
-    rows = spec.size(spec.routed.rows) // prod([mesh.size(axis) for axis in split])
+    rows = spec.size(spec.routed.rows) // prod([mesh.size(axis) for axis in row_axes])  # of a rank
     ranks = prod([mesh.size(axis) for axis in sent])
     over_axes = tuple(sorted(sent, key=mesh.order))
-    if spec.routed.moving:
+    if spec.routed.moving:  # keys go to the queries
         part = sum(operands[at].local_numel * work.dtypes[at].itemsize for at in spec.routed.moving)
         trips, around = spec.routed.trips, spec.routed.around
         return computed + trips * passing_seconds(mesh, over_axes, part, computed / trips if around else None, cost)
-    # The elements of a row there and back together, half of which go each way.
+    # Tokens go to the experts. ``elements`` counts those of a row there and back together: half of them go each way.
     wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
     return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)
 
@@ -283,14 +289,18 @@ def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: fl
     if computed is None:
         return cost.collective_seconds("all_gather", mesh, axes, (ranks - 1) * part)
     trip = cost.collective_seconds("permute_ranks", mesh, axes, part)
+    # All but the last of ``ranks`` blocks are computed on while the next one arrives.
     return (ranks - 1) * max(trip - computed / ranks, 0.0)
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:
-    """Returns how many ranks share the work of an op, given the ``layouts`` of its operands and results."""
+    """Returns how many ranks share the work of an op, given the ``layouts`` of its operands and results: the product
+    of the sizes of the axes that split any of them.
+    """
     mesh = layouts[0].mesh
     axes = {axis for layout in layouts for axis in layout.bound}
-    if any(":" in axis for axis in axes):  # one tensor may bind an axis, another a part of it
+    # A part of an axis (`tp:1x2`): another tensor may bind the whole axis. Cut in equal parts, none counts twice.
+    if any(":" in axis for axis in axes):
         edges = mesh.edges(axes)
         axes = {part for axis in axes for part in mesh.parts(axis, edges)}
     return prod([mesh.size(axis) for axis in axes])
@@ -304,11 +314,12 @@ def _later_reductions(
 
     The pending sum of a contraction itself is not counted: it comes with every strategy that splits the contraction.
     """
-    pending_before = {axis for layout in operands for axis, _ in layout.partial}
+    pending_before = {axis for layout in operands for axis, _ in layout.partial}  # axes of the operands' partial sums
     total = 0.0
     for layout in strategy.results:
         carried = [axis for axis, _ in layout.partial if axis in pending_before]
         if carried:
             total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
-    # On a tie, ops that move data carry the partial sum (their consumer decides its layout), others reduce first.
+    # The factor decides ties only: ops that move data carry the partial sum (their consumer decides its layout), others
+    # reduce first.
     return total * (0.999 if spec.moves else 1.001)

@@ -20,6 +20,7 @@ from shardc.validate import Bytes, Range, check_fields, renamed
 Size = Annotated[int | str, Bytes(-1)]
 
 
+# Value in `Options.skip_comm` -> kinds of collectives that it replaces by local copies.
 SILENCED = {"gather": ("all_gather",), "reduce": ("reduce_scatter", "all_reduce")}
 
 
@@ -114,11 +115,12 @@ class Options:
             return cast(int, self.bucket_size)  # `check_fields` has converted text
         direct = self.p2p_collectives is not False  # None: on CPU ranks, the only ones whose messages a model prices
         latency, bandwidth = self.cost.linear(direct)
+        # A bucket takes latency + size / bandwidth seconds: latency is about a twentieth of that at this size.
         return min(int(20 * latency * bandwidth), 8 << 20)
 
     def budget_bytes(self) -> int:
-        """Returns the bytes on each rank for parameters that stay gathered from forward to backward."""
-        return cast(int, self.memory_budget)
+        """Returns the bytes on each rank for parameters that stay gathered from forward to backward; -1 is no limit."""
+        return cast(int, self.memory_budget)  # `check_fields` has converted text
 
     def in_flight_bytes(self) -> int:
         """Returns the limit of bytes in flight: results of collectives that are started before they are needed. -1 is
@@ -128,6 +130,7 @@ class Options:
             return cast(int, self.max_in_flight)
         if isinstance(self.bucket_size, Hardware):
             return int(self.bucket_size.memory / 64)
+        # Without a limit on a bucket, none in flight; else two buckets.
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def silent(self) -> frozenset[str] | None:
@@ -145,6 +148,7 @@ class Options:
         ``cost``, or `H100` on a GPU. Collectives overlap with compute if both options and plan allow it.
         """
         size = self.bucket_size
+        # A size in the options goes before that in the plan, which goes before a `Hardware`.
         if size is None or isinstance(size, Hardware):
             size = size if plan.setting("bucket_size") is None else plan.setting("bucket_size")
         if size is None and isinstance(self.cost, Hardware) and not self.cost.is_host:

@@ -31,7 +31,7 @@ class Padded:
 
     Args:
         node: the padded value.
-        padding: its padding, for each dim.
+        padding: its padding: for each dim, the runs (sub-dims) of the dim with their sizes, true and padded.
         filling: the value of its padded elements; None if undefined.
     """
 
@@ -73,7 +73,7 @@ class Calls:
         copied first.
         """
         args, kwargs = self.with_strides(target, args, kwargs)
-        fx.map_arg((args, kwargs), self.val)
+        fx.map_arg((args, kwargs), self.val)  # so that all operands have a fake value
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
     def with_strides(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -85,34 +85,35 @@ class Calls:
             return args, kwargs
         names = [argument.name for argument in target._schema.arguments]
         old = self.traced
-        # Strides in the trace are known for the arguments of the traced op only.
+        # Strides in the trace are known for the arguments of the traced op only: name -> argument.
         traced = arguments_of(old) if old is not None and old.target is target else {}
         now = tuple(self._with_strides(x, traced.get(name), strides) for name, x in zip(names, args, strict=False))
         return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
 
     def _with_strides(self, x: Argument, old: object, strides: str) -> Argument:
         """Returns the argument ``x`` of a call, with copies of tensors whose strides the kernel does not accept.
-        ``strides``: which it accepts (ANY, CONTIGUOUS, TRACED); ``old``: the argument in the trace.
+        ``strides``: which it accepts (CONTIGUOUS, TRACED); ``old``: the argument in the trace, None if not known.
         """
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, (list, tuple)):  # a list of tensors, each with its counterpart in the trace
             olds = old if isinstance(old, (list, tuple)) and len(old) == len(x) else [None] * len(x)
             return [self._with_strides(each, old_item, strides) for each, old_item in zip(x, olds, strict=True)]
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: object, strides: str = TRACED) -> fx.Node:
-        """Returns ``x`` in the memory order that ``old`` had in the trace: ``x`` itself or a copy. If the order is
-        unknown, it is contiguous. ``strides`` CONTIGUOUS: a contiguous ``x`` is accepted, too.
+        """Returns ``x`` in the memory order (dims by stride) that ``old`` had in the trace: ``x`` itself or a copy. If
+        the order is unknown, it is contiguous. ``strides`` CONTIGUOUS: a contiguous ``x`` is accepted, too.
         """
         val, traced = self.val(x), _traced(old)
         if not isinstance(val, Tensor) or (strides == CONTIGUOUS and val.is_contiguous()):
             return x
         if traced is not None and traced.ndim != val.ndim:
-            traced = None
+            traced = None  # its order says nothing about these dims
         if lies_like(val, traced):
             return x
         order = memory_order(traced)
         if order == sorted(order):
             return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        # A contiguous copy with the dims in memory order, viewed with the dims as they were.
         turned = self.call(aten.permute.default, x, order)
         dense = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
@@ -168,7 +169,7 @@ class PaddedValues(Calls):
         super().__init__(old, fake_mode, device)
         self.plain: dict[fx.Node, fx.Node] = {}
         self.padded: dict[fx.Node, Padded] = {}
-        self._nodes: dict[tuple[object, ...], fx.Node] = {}
+        self._nodes: dict[tuple[object, ...], fx.Node] = {}  # padded forms and masks that exist already, by their key
 
     def without_padding(self, x: fx.Node) -> fx.Node:
         """Returns the unpadded form of the old node ``x``, which is created at the first call."""
@@ -185,15 +186,15 @@ class PaddedValues(Calls):
         if key not in self._nodes:
             padded = self.padded.get(x)
             if padded is None or padded.padding != padding:
-                # `grown` pads with zeros.
-                self._nodes[key] = self._fill(self.grown(self.without_padding(x), padding), padding, 0, filling)
+                grown = self.grown(self.without_padding(x), padding)  # with zeros
+                self._nodes[key] = self._fill(grown, padding, now=0, wanted=filling)
             else:
-                self._nodes[key] = self._fill(padded.node, padding, padded.filling, filling)
+                self._nodes[key] = self._fill(padded.node, padding, now=padded.filling, wanted=filling)
         return self._nodes[key]
 
     def _map_runs(self, x: fx.Node, padding: Padding, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
         """Returns ``x`` with each padded run (sub-dim) of its dims changed by ``change(value, dim of the run, run)``.
-        For this, a dim is viewed as one dim for each of its runs, one dim after another.
+        For this, a dim is viewed with one dim for each of its runs; dims are changed one after another.
         """
         for dim, runs in enumerate(padding):
             if is_padded(runs):
@@ -208,7 +209,7 @@ class PaddedValues(Calls):
         """
         shape = list(self.shape(x))
         if len(runs) > 1:
-            # ``x`` may be padded already, or be without padding.
+            # ``x`` is padded if ``change`` removes or fills padding, and not yet if it adds padding.
             sizes = [run.size if shape[dim] == padded_size(runs) else run.true for run in runs]
             x = self.call(aten.view.default, x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
         for at, run in enumerate(runs):
@@ -227,6 +228,7 @@ class PaddedValues(Calls):
         """Pads the unpadded node ``x`` of the new graph to ``padding`` with zeros; returns the result."""
 
         def grow(node: fx.Node, dim: int, run: Run) -> fx.Node:
+            # (before, behind) each dim, the last one first: as many elements behind ``dim`` as the run lacks.
             widths = [0, 0] * (len(self.shape(node)) - dim - 1) + [0, run.size - run.true]
             return self.call(aten.constant_pad_nd.default, node, widths, 0)
 
@@ -267,7 +269,8 @@ def _as_dtype(filling: float, dtype: torch.dtype) -> float | int | bool:
     return int(min(max(filling, info.min), info.max))
 
 
-# Reductions that combine elements, or products of them, as they are; others (a norm) transform each element first.
+# Reduction that combines elements, or products of them, as they are -> the value that does not change its result.
+# Others (a norm) transform each element first.
 PLAIN = {
     "aten.sum": 0.0,
     "aten.nansum": 0.0,
@@ -292,10 +295,11 @@ def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
         return 0.0  # padded experts get no rows
     if factor in spec.in_turn:
         return 0.0  # there are no steps for it
-    plain = PLAIN.get(call.name.rpartition(".")[0])
+    plain = PLAIN.get(call.name.rpartition(".")[0])  # by the op's name without its overload
     if plain is None and dict(spec.reduce).get(factor) == "sum":
-        runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}
-        return 0.0 if any(len(group) == 1 and group <= runs for group in spec.linear) else None
+        having = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}
+        # A group of one: the op is linear in this operand by itself. Where that is zero, so is the term.
+        return 0.0 if any(len(group) == 1 and group <= having for group in spec.linear) else None
     return plain
 
 
@@ -305,7 +309,7 @@ _VECTOR = 16  # bytes: the width of vectorized loads, which kernels use if strid
 
 
 def lies_like(x: Tensor, traced: Tensor | None) -> bool:
-    """Return whether the strides of ``x`` are acceptable to a kernel that accepts those of ``traced``. Both have the
+    """Returns whether the strides of ``x`` are acceptable to a kernel that accepts those of ``traced``. Both have the
     same number of dims; sizes may differ.
 
     If ``traced`` is contiguous (or None: unknown), ``x`` must be. Otherwise the dims must have the same memory order,
@@ -317,25 +321,28 @@ def lies_like(x: Tensor, traced: Tensor | None) -> bool:
     order = memory_order(traced)
     if x.permute(order).is_contiguous():
         return True
-    below, itemsize = 0, x.element_size()
-    for dim in reversed(order):
-        step, before = x.stride(dim), traced.stride(dim)
+    inner_stride, itemsize = 0, x.element_size()
+    for dim in reversed(order):  # from the innermost dim in memory on
+        stride, traced_stride = x.stride(dim), traced.stride(dim)
         # The stride of a single element, or of an element that the trace repeats, says nothing.
-        if x.shape[dim] == 1 or before == 0:
+        if x.shape[dim] == 1 or traced_stride == 0:
             continue
-        if step < max(below, 1) or (before == 1 and step != 1):
+        # Another order, or an expanded dim (stride 0); or no unit stride where the kernel may rely on it.
+        if stride < max(inner_stride, 1) or (traced_stride == 1 and stride != 1):
             return False
-        if gcd(step * itemsize, _VECTOR) < gcd(before * itemsize, _VECTOR):
+        # Less aligned.
+        if gcd(stride * itemsize, _VECTOR) < gcd(traced_stride * itemsize, _VECTOR):
             return False
-        below = step
+        inner_stride = stride
     return True
 
 
 def memory_order(traced: Tensor | None) -> list[int]:
-    """Return the dims of ``traced`` in memory order, the dim with the largest stride first; [] for None. Expanded dims
+    """Returns the dims of ``traced`` in memory order, the dim with the largest stride first; [] for None. Expanded dims
     (stride 0) stand where a copy would have them.
     """
     if traced is None:
         return []
+    # Those of a copy, which is dense and has the dims in the same order.
     strides = torch.empty_like(torch.empty_strided(traced.shape, traced.stride(), device="meta")).stride()
     return sorted(range(traced.ndim), key=lambda dim: (-strides[dim], dim))

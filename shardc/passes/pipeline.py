@@ -54,8 +54,10 @@ class Pipeline:
     passes: tuple[Pass, ...]
 
     def __post_init__(self) -> None:
-        for name in (twice := [name for name in self.names if self.names.count(name) > 1])[:1]:
-            raise InputError(f"{twice.count(name)} passes are called {name!r}", fix="give each a name of its own")
+        repeated = [name for name in self.names if self.names.count(name) > 1]
+        if repeated:
+            name = repeated[0]
+            raise InputError(f"{repeated.count(name)} passes are called {name!r}", fix="give each a name of its own")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,8 +108,8 @@ class Pipeline:
         """Returns a new pipeline in which each given pass (``passes``) takes the place of the pass that has the same
         name.
         """
-        at = {self._at(pass_.name): pass_ for pass_ in passes}
-        return Pipeline(tuple(at.get(place, pass_) for place, pass_ in enumerate(self.passes)))
+        new = {self._at(pass_.name): pass_ for pass_ in passes}  # position -> pass
+        return Pipeline(tuple(new.get(at, pass_) for at, pass_ in enumerate(self.passes)))
 
     def until(self, name: str) -> Pipeline:
         """Returns the passes before the pass ``name``."""
@@ -140,6 +142,7 @@ class Pipeline:
         return self.names.index(name)
 
 
+# Earlier name of a pass -> its name.
 _RENAMED = {"settle": "hoist_grad_epilogue", "absent": "prune_unused_grads", "silence": "skip_communication"}
 
 
@@ -152,5 +155,5 @@ def near_stage(name: str, stages: Iterable[str]) -> str:
 
 def _summary(pass_: Pass) -> str:
     """Returns the first sentence of a pass's docstring."""
-    text = " ".join((type(pass_).__doc__ or "").split("\n\n")[0].split())
+    text = " ".join((type(pass_).__doc__ or "").split("\n\n")[0].split())  # the first paragraph, on one line
     return text.partition(". ")[0].removesuffix(".").replace("`", "")
