@@ -46,7 +46,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
     train = torch.is_grad_enabled() and program.trains
     half = runner.half(FORWARD if train else INFERENCE)
     feed = runner.feed(half.takes, inputs)
-    border = runner.border
+    border = runner.border  # between the graph's tensors and the user's: aliasing, versions, hooks
     node: Node | None = None
     if train:
         results = list(Step.apply(runner, *feed))
@@ -57,7 +57,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
             results = border.without_views(half, runner.run(half, runner.local(half.takes, feed)), feed)
         # Without a backward the check is due here: a layer of experts may have had more rows than room.
         runner.check_loads(runner.routing.unchecked())
-        if torch.is_grad_enabled():  # where torch refuses in-place changes of a view that was made under no_grad
+        if torch.is_grad_enabled():  # in grad mode, torch refuses in-place changes of a view that no_grad made
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
     _update_buffers(runner, results)
     border.hand_out(half, results, feed, node)
@@ -78,10 +78,10 @@ def _tree(program: Executable, results: Sequence[object]) -> PyTree:
     """Returns the outputs of a call in the structure that the model returns, from ``results`` of its forward graph."""
     out: list[object] = []
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
-        if role.kind == "output":
+        if role.kind == "output":  # else the new value of a buffer
             out.append(result if isinstance(result, Tensor) else constant)
     for at, output in enumerate(program.returned):
-        if output.same is not None:
+        if output.same is not None:  # the same tensor object as an earlier output
             out[at] = out[output.same]
     return pytree.tree_unflatten(out, program.output_spec)
 
@@ -169,7 +169,7 @@ def _backward(
                 "backward was already run for this step, and what it needs was freed",
                 fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
             )
-        # Beside parameters in a loss, an output gets its gradient as a DTensor.
+        # Where a loss combines an output with parameters, the output's gradient is a DTensor.
         tangents = [gather(x) if isinstance(x, DTensor) else x for x in tangents]
         gradients = {index: x for index, x in runner.border.gradients(tangents).items() if x is not None}
         if not gradients:
@@ -196,9 +196,10 @@ class Step(torch.autograd.Function):
         # Hooks on saved tensors, which may keep values without their strides.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.strides = [x.stride() if isinstance(x, Tensor) else () for x in saved] if hooked else None
+        # `listened` is filled when outputs are handed out (`Border.hand_out`).
         ctx.changes, ctx.listened, ctx.loads = border.watch(outputs), [], runner.routing.unchecked()
-        needed = [x if needed else None for x, needed in zip(feed, border.needed, strict=True)]
-        _note_call(ctx, runner, [port.role for port in half.takes], needed, list(_versions(runner, feed)))
+        needed_feed = [x if needed else None for x, needed in zip(feed, border.needed, strict=True)]
+        _note_call(ctx, runner, [port.role for port in half.takes], needed_feed, list(_versions(runner, feed)))
         ctx.mark_non_differentiable(*border.without_gradients(outputs))
         return tuple(outputs)
 
@@ -219,7 +220,7 @@ def _run_backward(ctx: StepContext, gradients: dict[int, Tensor]) -> tuple[Seque
     # Ranks must agree on these outputs: for other ones the backward has other collectives.
     if ctx.call is not None:
         runner.groups.consistency.enter(ctx.call.backward(used))
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
+    if not torch._C._autograd._get_current_graph_task_keep_graph():  # without `retain_graph`
         ctx.freed, ctx.others = True, []
         ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
     if torch.is_anomaly_enabled():
@@ -236,7 +237,7 @@ def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any])
     Raises:
         RuntimeError: torch's own, if a saved tensor was changed in place.
     """
-    # The property rebuilds the list at each access.
+    # In a variable, since this property rebuilds the list at each access. `places`: name of a saved value -> position.
     inputs, places, saved = list[object](), ctx.runner.border.places, ctx._raw_saved_tensors
     for port in half.takes:
         if port.role.kind == "tangent":
@@ -244,7 +245,7 @@ def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any])
             continue
         at = places[port.name]
         x: Any = ctx.others[at]
-        if x is None:
+        if x is None:  # a tensor
             x = saved[at].unpack()
             if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a saved-tensor hook kept the values only
                 x = torch.empty_strided(x.shape, ctx.strides[at], dtype=x.dtype, device=x.device).copy_(x)
@@ -276,7 +277,7 @@ def _argument_grads(
         grad = grads.get(("grad", role.name)) if role.kind in ("param", "input") else None
         if role.kind == "param":
             has_sum = role.name in late
-            grad = late.pop(role.name, grad)
+            grad = late.pop(role.name, grad)  # what is left in `late` is of parameters that are not in `feed`
             grad = None if grad is None else grad_from_padded(unaliased(grad, occupied), x)
             # Frozen since a backward whose gradient was left unreduced: autograd drops what is yielded for it.
             if has_sum and grad is not None and not x.requires_grad:
@@ -311,6 +312,7 @@ class StepInMicrobatches(torch.autograd.Function):
         _note_call(ctx, runner, takes, feed, versions)
         outputs = _unaliased_outputs(program, ctx.step, takes, feed)
         with_gradient = {("output", index) for index in program.tangents}
+        # New values of buffers too, which are among the outputs.
         without = [
             x for x, role in zip(outputs, program.outputs, strict=True) if (role.kind, role.index) not in with_gradient
         ]
@@ -337,7 +339,7 @@ def _run_backward_of_microbatches(ctx: MicrobatchContext, gradients: dict[int, T
                 raise changed(role, before, now)
         with runner.groups.consistency.compiles():  # a program from the store is captured for it
             program.using(used)
-    keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+    keeps = torch._C._autograd._get_current_graph_task_keep_graph()  # `retain_graph`: another backward may follow
     grads = step.grads({index: x.contiguous() for index, x in gradients.items()}, keeps)
     if not keeps:
         ctx.step, ctx.freed = None, True
@@ -368,7 +370,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         return computed
 
     ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
-    # Autograd's node takes the tensors that the call reads and does not change.
+    # Autograd's node takes the tensors that the call reads and does not change: backward may read them again.
     changed_buffers = {("buffer", role.name) for role in program.outputs if role.kind == "buffer"}
     unchanged = [
         port
@@ -522,12 +524,12 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
     """
     if runner.splits_outputs or runner.units_checked or not torch.is_grad_enabled():
         return
-    # The gradient of a replicated input is the same in both.
+    # The gradient of a replicated input is the same in both cases.
     work: list[Node | None] = [
         x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound
     ]
     seen: set[Node] = set()
-    while work:
+    while work:  # searches autograd's graph, from the inputs back, for the node of another compiled module
         node = work.pop()
         if node is None or node in seen:
             continue
