@@ -30,6 +30,7 @@ def fallback_rule(target: object) -> Rule | None:
     """
     if not isinstance(target, OpOverload) or draws(target):
         return None
+    # A symbolic argument is a size, which would have to be that of the shard; no table says which one.
     if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(target._schema))):
         return None
     return Rule(str(target), _spec, TEXT) if has_single_dim_table(target) else None
@@ -37,15 +38,18 @@ def fallback_rule(target: object) -> Rule | None:
 
 def _spec(call: Call) -> Spec:
     """Return the spec of a call, derived from DTensor's table: each usable row of the table (one way to shard the op)
-    becomes a factor.
+    becomes a factor, which the dims that the row splits share. All other dims are whole.
+
+    Example: of ``mm`` the row (0, 0, ...), "result and first operand are split along dim 0, the second is replicated",
+    is the factor i of ``i k, k j -> i j``.
     """
     loops = Loops(call)
-    places = [i for i, result in enumerate(call.results) if result is not None]
-    rows = [_Row(row, len(call.results), places) for row in _rows(call)]
+    tensor_results = [i for i, result in enumerate(call.results) if result is not None]
+    rows = [_Row(row, len(call.results), tensor_results) for row in _rows(call)]
     factor_of: dict[tuple[int, int], tuple[str, str]] = {}  # (tensor, dim) -> factor, kind; results first
     linear = []
     for number, row in enumerate(rows):
-        if row.linear is not None:
+        if row.linear is not None:  # the row is about partial sums, and splits nothing
             linear.append(row.linear)
         elif row.usable(loops, factor_of):
             factor_of |= {at: (f"r{number}", row.kind) for at in row.split}
@@ -56,7 +60,7 @@ def _spec(call: Call) -> Spec:
 
     shapes, results = [*loops.result_shapes, *loops.shapes], len(loops.result_shapes)
     dims = [tuple(factors(at, i, size) for i, size in enumerate(shape)) for at, shape in enumerate(shapes)]
-    return loops.spec(dims[results:], dims[:results], linear=linear)
+    return loops.spec(operands=dims[results:], results=dims[:results], linear=linear)
 
 
 def _rows(call: Call) -> list[list[object]]:
@@ -64,7 +68,7 @@ def _rows(call: Call) -> list[list[object]]:
     split, a reduce op (partial), or ``...`` (replicated). Return [] if torch raises.
     """
 
-    def meta(x: object) -> object:
+    def meta(x: object) -> object:  # torch reads shapes and dtypes of its arguments
         if isinstance(x, Value):
             return torch.empty(x.shape, dtype=x.dtype, device="meta")
         return [meta(item) for item in x] if isinstance(x, tuple) else x
@@ -75,34 +79,43 @@ def _rows(call: Call) -> list[list[object]]:
         )
     except (NotImplementedError, LookupError, TypeError, ValueError, AssertionError, AttributeError, RuntimeError):
         return []
-    width = len(call.results) + len(call.operands)
+    width = len(call.results) + len(call.operands)  # other rows do not fit the call's tensors
     return [row for row in table_rows if len(row) == width]
 
 
 class _Row:
     """One row of DTensor's table: one way to shard the op over one mesh dim.
 
+    Args:
+        row: an entry for each result, then for each operand: the dim that is split, a reduce op (partial), or ``...``
+            (replicated).
+        result_count: number of results, with those that are not tensors.
+        tensor_results: positions of the results that are tensors.
+
     Attributes:
         split: (tensor, dim) pairs that are split together; tensors are numbered results first.
         linear: positions of the operands that may be partial sums, if the row splits nothing; else None.
-        kind: kind of the factor: the reduce op of the results that lack it, or free.
+        kind: kind of the factor: the reduce op of the results that lack it, or "" (free) if all have it.
     """
 
-    def __init__(self, row: Sequence[object], results: int, places: Sequence[int]) -> None:
-        self._results = outputs = [row[i] for i in places]
-        self._operands = inputs = list(row[results:])
-        entries = [*outputs, *inputs]
+    def __init__(self, row: Sequence[object], result_count: int, tensor_results: Sequence[int]) -> None:
+        self._results = results = [row[i] for i in tensor_results]
+        self._operands = operands = list(row[result_count:])
+        entries = [*results, *operands]
         self.split = [(at, dim) for at, dim in enumerate(entries) if type(dim) is int]
-        pending = [op for op in outputs if isinstance(op, str)]
-        self.kind = pending[0] if pending else ""
-        sums = outputs and all(op == "sum" for op in outputs) and all(x in ("sum", ...) for x in inputs)
-        self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
+        reduce_ops = [op for op in results if isinstance(op, str)]
+        self.kind = reduce_ops[0] if reduce_ops else ""
+        # A row that splits nothing, of partial sums that give a partial sum, says in which operands the op is linear.
+        sums = results and all(op == "sum" for op in results) and all(x in ("sum", ...) for x in operands)
+        summed = frozenset(i for i, x in enumerate(operands) if x == "sum")
+        self.linear = summed if sums and not self.split else None
 
     def usable(self, loops: Loops, factor_of: Mapping[tuple[int, int], object]) -> bool:
-        """Return whether this row can become a factor (loop) of the op.
+        """Return whether this row can become a factor (loop) of the op: it splits dims of one size, and says nothing
+        that a factor cannot, such as an operand that must be partial.
 
         Args:
-            factor_of: (tensor, dim) -> factor of an earlier row.
+            factor_of: (tensor, dim) -> factor of an earlier row; tensors are numbered results first.
         """
         shapes = [*loops.result_shapes, *loops.shapes]
         return (

@@ -32,6 +32,8 @@ class _Heads(SequenceHeads):
         self.by_name["grad_logsumexp"] = self.row
         b, h, *_ = self.query
         captured = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "captured"]
+        # Of each captured tensor, the dims that the functions index by this rank's batch or head: these are split with
+        # the batch or the heads. All others are whole, since the functions may read any element.
         by_place = score_functions(loops.call["body"]).places
         self.captured = [
             tuple(
@@ -42,7 +44,8 @@ class _Heads(SequenceHeads):
         ]
 
     def operands(self) -> list[Dims]:
-        captured = iter(self.captured)
+        """Return the factors of the dims of each operand of the call, captured tensors included."""
+        captured = iter(self.captured)  # a list in the schema, and so operands of the same name
         return [next(captured) if name == "captured" else self.by_name[name] for name in self.loops.names]
 
 
@@ -50,20 +53,26 @@ def _flex(call: Call) -> Spec:
     """Return the spec of flex_attention. If keys are split, the output is a partial sum."""
     loops = Loops(call)
     heads = _Heads(loops, backward=False)
+    key, value = 1, 2  # positions of the operands
+    log_sum_exp = 1  # position of the result
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
-    spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{2}], replicated=[1])
-    return routed(call, spec, moving=(1, 2), trips=1)
+    spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{value}], replicated=[log_sum_exp])
+    return routed(call, spec, moving=(key, value), trips=1)
 
 
 def _gradient(call: Call) -> Spec:
-    """Return the spec of the backward of flex_attention."""
+    """Return the spec of the backward of flex_attention: gradients of query, key, value and of the captured tensors
+    whose positions are in ``wanted``.
+    """
     loops = Loops(call)
     heads = _Heads(loops, backward=True)
     results = [heads.query, heads.key, heads.value, *(heads.captured[at] for at in call["wanted"])]
+    # Linear in the gradients of both results together; that of the log-sum-exp may be None.
     grads = {loops.names.index(name) for name in ("grad", "grad_logsumexp") if name in loops.names}
     spec = loops.spec(heads.operands(), results, linear=[grads])
+    key, value = 2, 3  # positions of the operands
     # Each block of keys and values is sent, and their gradients back.
-    return routed(call, spec, moving=(2, 3), trips=2)
+    return routed(call, spec, moving=(key, value), trips=2)
 
 
 # --- on one rank
@@ -73,11 +82,16 @@ class _Positions:
     """Arguments by which the op computes one rank's scores: the global positions of its rows, batches and heads (left
     out where they are 0, 1, 2, ...), and which blocks of scores are visible, computed once for all calls with the same
     mask.
+
+    Attributes:
+        functions: the score and mask functions, and what they read.
+        same: the keyword arguments that are the same for all blocks of keys.
     """
 
     def __init__(self, local: Local) -> None:
         self.local, self.functions = local, score_functions(local.call["body"])
         reads = dict(zip(("batches", "heads"), self.functions.reads, strict=True))
+        # Of the query's dims [b, h, q, e]; batch and head only if a function reads them.
         self.same = {name: self._of(dim) for name, dim in (("batches", 0), ("heads", 1)) if reads[name]}
         self.same |= {"rows": self._of(2)}
         self.same = {name: x for name, x in self.same.items() if x is not None}
@@ -94,13 +108,16 @@ class _Positions:
 
         def emit() -> Emitted:
             places = positions(self.local, layout, dim, None)
-            # Filling is read as the last element, which is there.
+            # Padding takes the position of the last element, at which the captured tensors have one.
             return places if size == layout.shape[dim] else builder.call(aten.clamp.default, places, 0, size - 1)
 
+        # Calls whose queries are split in the same way share the tensor.
         return builder.once(("positions", layout.shape[dim], layout.dims[dim], size), emit)
 
     def at(self, block: KeyBlock, key: Emitted) -> dict[str, Emitted]:
-        """Return keyword arguments of the op for ``block``, whose keys are ``key`` [b, g, k, e]."""
+        """Return keyword arguments of the op for ``block``, whose keys are ``key`` [b, g, k, e]: positions, and the
+        blocks of scores that the mask leaves visible.
+        """
         local, builder = self.local, self.local.builder
         where = self.same | ({} if block.columns is None else {"columns": block.columns})
         op = mask_op(builder.device)
@@ -108,16 +125,19 @@ class _Positions:
         if op is None:
             return where
         *batch_heads_rows, _ = builder.shape(local.operand("query"))
-        captured = list(local.operand("captured"))[self.functions.counts[0] :]
-        mask = captured, local.call["body"], [*batch_heads_rows, builder.shape(key)[2]], local.call["keys"]
-        on = [builder.device] if op is FLEX_TABLES else []
-        name = (op, *(tuple(x) if isinstance(x, list) else x for x in mask), *where.items())
+        read_by_mask = list(local.operand("captured"))[self.functions.counts[0] :]  # behind those of the score function
+        size = [*batch_heads_rows, builder.shape(key)[2]]
+        mask = read_by_mask, local.call["body"], size, local.call["keys"]
+        device = [builder.device] if op is FLEX_TABLES else []
+        # All that the result depends on, hashable: calls that agree on it share the result.
+        mask_key = (op, *(tuple(x) if isinstance(x, list) else x for x in mask), *where.items())
 
         def emit() -> list[Emitted]:
-            results = builder.call(op, *mask, *on, **where)
-            return [builder.call(getitem, results, at) for at in range(8 if op is FLEX_TABLES else 1)]
+            results = builder.call(op, *mask, *device, **where)
+            count = 8 if op is FLEX_TABLES else 1  # the tables of a `BlockMask`, or one tensor
+            return [builder.call(getitem, results, at) for at in range(count)]
 
-        return where | {"visible": builder.once(name, emit)}
+        return where | {"visible": builder.once(mask_key, emit)}
 
 
 def _flex_local(local: Local) -> Emitted:
@@ -127,20 +147,25 @@ def _flex_local(local: Local) -> Emitted:
     how = list(local.operand("captured")), call["body"], call["scale"], call["keys"]
     for block, k, v in sequence.with_keys(sequence.by_position()):
         results = run(FLEX, local.operand("query"), k, v, *how, **places.at(block, k))
-        attended.add(run(getitem, results, 0), run(getitem, results, 1), blind=True)
+        out, log_sum_exp = run(getitem, results, 0), run(getitem, results, 1)
+        attended.add(out, log_sum_exp, blind=True)  # any mask may hide all keys of a block from a query
     return list(attended.over(sequence.pending))
 
 
 def _gradient_local(local: Local) -> Emitted:
-    """Emit the gradients of query, key, value and captured tensors on this rank, block by block; return them."""
+    """Emit the gradients of query, key, value and of the captured tensors that ``wanted`` lists on this rank, block by
+    block; return them.
+    """
     run, sequence, places = local.builder.call, KeyBlocks(local), _Positions(local)
+    # The same for all blocks, in the order of the schema; output and log-sum-exp are those over all keys.
     names = ("out", "logsumexp", "grad_logsumexp", "wanted", "captured", "body", "scale", "keys")
     how = [list(local.operand(name)) if name in ("wanted", "captured") else local.operand(name) for name in names]
-    grad, query, wanted = local.operand("grad"), local.operand("query"), len(local.call["wanted"])
+    grad, query = local.operand("grad"), local.operand("query")
+    count = 3 + len(local.call["wanted"])  # gradients of query, key and value, then of captured tensors
 
     def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
         results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block, k))
-        return [run(getitem, results, at) for at in range(3 + wanted)]
+        return [run(getitem, results, at) for at in range(count)]
 
     return sequence.gradients(sequence.by_position(), of_block)
 
