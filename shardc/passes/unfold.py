@@ -59,7 +59,7 @@ class Folded:
         graph = self.captured
         for number, run in enumerate(self.repeats):
             if number:
-                graph = self.unfolds[-1].joint(graph)
+                graph = self.unfolds[-1].joint(graph)  # with all blocks of the runs before this one
             self.unfolds.append(Unfold(graph, run, self.repeats.keep))
 
     @property
@@ -96,7 +96,7 @@ class Folded:
     def block_run(self, name: str) -> str:
         """Returns a description of the run of equal blocks that the node ``name`` is in; "" if it is in none."""
         runs = [run for run in self.repeats if (place := run.split(name)) and place[0] < run.count]
-        return "".join(f"{run.count} blocks alike, {run}" for run in runs[-1:])
+        return f"{runs[-1].count} blocks alike, {runs[-1]}" if runs else ""
 
     def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Returns the localized joint graph of the whole model; ``gm`` is that of the captured blocks."""
@@ -119,7 +119,7 @@ class Folded:
         for unfold in self.unfolds:
             if unfold.repeats(name):
                 return 1 + unfold.names.missing
-            name = unfold.names.node(name)
+            name = unfold.names.node(name)  # its name in the graph that the next run is unfolded in
         return 1
 
 
@@ -140,25 +140,24 @@ class Unfold:
 
     def __init__(self, joint: fx.Graph, run: Repeat, keep: int) -> None:
         self.names = Names(run, keep)
-        scan = _Unfolding(self.names, joint, _phases(joint))
-        both = set.intersection(
-            *({x for x in body.whole if scan.copyable(body, x)} for body in scan.bodies if body.nodes)
-        )
-        if not both:
+        scan = _Unfolding(self.names, joint, _phases(joint))  # locates what repeats
+        by_phase = [{x for x in body.whole if scan.copyable(body, x)} for body in scan.bodies if body.nodes]
+        blocks = set.intersection(*by_phase)
+        if not blocks:
             raise NotPeriodic("no block equals the one before it in both forward and backward")
-        # The block that is copied should be far from both ends: in the halves, the first and last blocks may differ
-        # from the others more than in the joint graph.
-        self.names.last = min(sorted(both), key=lambda block: abs(block - (keep - 1) // 2))
+        # Far from both ends: in the halves, the first and last blocks may differ more than in the joint graph.
+        self.names.last = min(sorted(blocks), key=lambda block: abs(block - (keep - 1) // 2))
         ops = {place: node for node, place in scan.places.items() if node.op != "placeholder"}
-        regions: set[int] = set()
+        regions: set[int] = set()  # by how much numbers of checkpoint regions increase from block to block
         for body in scan.bodies:
             inner = [(node, scan.places[node]) for node in body.nodes[body.start : body.end]]
+            # (op, its counterpart one period later, number of its block)
             pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.key, p.block + body.step)))]
             self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
             if body.step > 0:
                 inside = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are around the run
                 of_pairs = ((ir.info(x).origin.region, ir.info(y).origin.region) for x, y in inside)
-                regions |= {y - x for x, y in of_pairs if x or y}
+                regions |= {later - early for early, later in of_pairs if early or later}  # 0: in no region
         if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
         self.names.regions = max(regions, default=0)
@@ -251,11 +250,11 @@ class _Unfolding:
         self.names, self.missing, self.source, self.bodies = names, names.missing, graph, bodies
         self.marks = Marks()
         self.places: dict[fx.Node, Place] = {}
-        saved = {} if forward is None else {node.name: place for node, place in forward.places.items()}
+        forward_places = {} if forward is None else {node.name: place for node, place in forward.places.items()}
         for node in ir.placeholders(graph):
             role, block = ir.role(node), names.block_of(ir.info(node).name)
-            if role.kind == "saved" and node.name in saved:
-                self.places[node] = saved[node.name]
+            if role.kind == "saved" and node.name in forward_places:
+                self.places[node] = forward_places[node.name]
             elif role.kind in ("param", "buffer") and block is not None:
                 self.places[node] = Place(names.module(role.name, -block), block)
         self.position = {node: (body, at) for body in bodies for at, node in enumerate(body.nodes)}
@@ -263,7 +262,7 @@ class _Unfolding:
             self._locate_periods(body)
         self.at = {place: node for node, place in self.places.items()}
         self.env: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.meta: dict[fx.Node, dict[str, Any]] = {}
+        self.meta: dict[fx.Node, dict[str, Any]] = {}  # captured node -> the meta of all its copies
         self.new = fx.Graph()
         # The names that the forward gave saved values of copied blocks.
         self.saved_as = {} if forward is None else {(x.name, s): new.name for (x, s), new in forward.env.items()}
@@ -276,20 +275,20 @@ class _Unfolding:
         Raises:
             NotPeriodic: no two blocks are equal.
         """
-        nodes, first_of = body.nodes, dict[int, int]()
+        nodes, first_of = body.nodes, dict[int, int]()  # ``first_of``: block -> index of its first op
         for at, node in enumerate(nodes):
             if (block := self.names.block_of(ir.info(node).name)) is not None:
                 first_of.setdefault(block, at)
         if not set(first_of) - {0, self.names.keep - 1}:
             return  # only the first or the last block has ops here: nothing repeats
         for block, at in first_of.items():
-            period = first_of.get(block + body.step, at) - at
+            period = first_of.get(block + body.step, at) - at  # 0 if no block follows
             if period <= 0:
                 continue
             stop = len(nodes) - period
             different = next((i for i in range(at, stop) if not self._matches(body, i, period)), stop)
-            periods = 1 + (different - at) // period
-            if periods > max(1, len(body.whole)):
+            periods = 1 + (different - at) // period  # the first, and those that repeat it
+            if periods > max(1, len(body.whole)):  # at least two, and more than from the blocks tried before
                 body.whole = range(block, block + periods * body.step, body.step)
                 body.period, body.first, body.end = period, at, different + period
         if not body.whole:
@@ -298,16 +297,16 @@ class _Unfolding:
         while body.start > 0 and self._extends(body, body.start - 1):
             body.start -= 1
         for at in range(body.start, body.end):
-            block, offset = divmod(at - body.first, body.period)
+            block, offset = divmod(at - body.first, body.period)  # below 0 before the first complete period
             self.places[nodes[at]] = Place((body.name, offset), body.whole[0] + block * body.step)
 
     def copyable(self, body: Body, block: int) -> bool:
         """Returns whether ``block`` can be copied: operands of its ops repeat with the blocks or are equal in all."""
         at, period = body.first + body.period * body.whole.index(block), body.period
-        other = at - period if block == body.whole[-1] else at + period
+        other = at - period if block == body.whole[-1] else at + period  # a neighbour, to compare with
         for x, y in zip(body.nodes[at : at + period], body.nodes[other : other + period], strict=True):
             operands = zip(self.marks.operands(x), self.marks.operands(y), strict=True)
-            if any((a in self.places) == (a is b) for a, b in operands):
+            if any((a in self.places) == (a is b) for a, b in operands):  # in a block and the same for both, or neither
                 return False
         return True
 
@@ -378,7 +377,7 @@ class _Unfolding:
 
     def _shift(self, item: fx.Node | tuple[Role, Argument], block: int | None) -> int:
         """Returns by how many blocks an uncopied item moves: all inserted blocks if they stand before it, else 0."""
-        node = item if isinstance(item, fx.Node) else item[1]
+        node = item if isinstance(item, fx.Node) else item[1]  # an output is (role, node)
         if block is None and isinstance(node, fx.Node):
             body, at = self.position.get(node, (None, 0))
             if (block := self._block(node)) is None and body is not None and body.whole:
@@ -394,10 +393,10 @@ class _Unfolding:
         """Returns the node that replaces operand ``node`` in a copy of its user, ``shift`` blocks later."""
         if (place := self.places.get(node)) is None:
             return self.env[node, self._shift(node, None)]
-        block = place.block + shift
-        moved = min(max(block - self.names.last, 0), self.missing)
-        before = self.at.get(Place(place.key, block - moved))
-        counterpart = None if before is None else self.env.get((before, moved))
+        block = place.block + shift  # in the whole model
+        moved = min(max(block - self.names.last, 0), self.missing)  # by how much that block is shifted
+        captured = self.at.get(Place(place.key, block - moved))
+        counterpart = None if captured is None else self.env.get((captured, moved))
         if counterpart is None:
             raise NotPeriodic(f"{ir.info(node).name} has no counterpart in block {block}")
         return counterpart
@@ -502,7 +501,7 @@ class Names:
         """
         for early, late, block in pairs:
             if self._split(early) or self._split(late) or early == late:
-                continue
+                continue  # a name with its block's number, or without any
             family, first, second = _numbers(early, late)
             stride = second - first
             # The first number behind the copies: of the next block, or in reverse of the copied block itself.
@@ -539,9 +538,9 @@ class Names:
             return self.module(name, shift)
         family, at, value = numbered
         stride, first_after, step = self._families[family]
-        blocks = self.missing * (value >= first_after)
+        blocks = self.missing * (value >= first_after)  # the number of copies that are numbered before it
         if placed:
-            blocks = shift if step > 0 else self.missing - shift
+            blocks = shift if step > 0 else self.missing - shift  # in reverse, later blocks are numbered first
         return _with_number(name, at, value + stride * blocks)
 
     def module(self, name: str, shift: int) -> str:
@@ -564,7 +563,7 @@ class Names:
         for at in range(1, len(parts) + 1):
             if (family := tuple(parts[:at])) in self._families:
                 numbered = at < len(parts) and parts[at].isdecimal()
-                return family, at, int(parts[at]) if numbered else 0
+                return family, at, int(parts[at]) if numbered else 0  # the first name of a family has no number
         return None
 
 
@@ -575,6 +574,7 @@ def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
     (('d', 'add'), 0, 8)
     """
     first, second = early.split("."), late.split(".")
+    # Where they differ. The number may be missing in ``early``, which is 0, but not in ``late``.
     at = next((i for i, part in enumerate(second) if i >= len(first) or first[i] != part), len(second))
     if at < len(second) and second[at].isdecimal():
         if first[at:] == second[at + 1 :]:
