@@ -51,7 +51,11 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arena:
-    """A block of host memory for results of collectives, with a record of the byte ranges that tensors use now."""
+    """A block of host memory for results of collectives, with a record of the byte ranges that tensors use now.
+
+    Attributes:
+        size: bytes.
+    """
 
     def __init__(self) -> None:
         self.size = 0
@@ -62,7 +66,7 @@ class Arena:
         """Grows the arena to at least ``size`` bytes. Tensors in the old memory stay valid."""
         if size > self.size:
             self._memory, self.size = mmap.mmap(-1, size, flags=_FLAGS), size
-            self._used = []
+            self._used = []  # tensors in the old memory keep that and the old list
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], on_free: Callable[[], None]) -> Tensor | None:
         """Returns a tensor of ``shape`` in the memory of ``slot``; None if that is in use or too small. ``on_free`` is
@@ -89,6 +93,7 @@ class Arena:
 def _is_free(span: tuple[int, int], used: Sequence[tuple[int, int]]) -> bool:
     """Whether ``span``, (from, to), overlaps none of the ranges ``used``, which are sorted and disjoint."""
     at = bisect(used, span)
+    # Only the range before and the range behind can overlap.
     return all(span[1] <= a or b <= span[0] for a, b in used[max(at - 1, 0) : at + 1])
 
 
@@ -125,13 +130,17 @@ class Buffers:
     Attributes:
         in_use, peak: bytes of collective results in use now, and their maximum so far.
         strays: number of results whose slot was occupied.
+        arenas: region -> its arena: `INSIDE` for results of one graph, `KEPT` for those from forward to backward.
+        _inside, _outside: bytes of each result in use, by its turn: of those in an arena's region, and of those that
+            leave the graph.
+        _turn: number of the last result.
     """
 
     in_use: int = 0
     peak: int = 0
     strays: int = 0
     arenas: dict[str, Arena] = field(default_factory=lambda: {INSIDE: Arena(), KEPT: Arena()})
-    _inside: dict[int, int] = field(default_factory=dict)  # bytes in use, by turn
+    _inside: dict[int, int] = field(default_factory=dict)
     _outside: dict[int, int] = field(default_factory=dict)
     _turn: int = 0
 
@@ -175,13 +184,13 @@ class Buffers:
         self.peak = max(self.peak, self.in_use)
 
         def on_free() -> None:
-            self.in_use -= counted.pop(turn, 0)
+            self.in_use -= counted.pop(turn, 0)  # 0 if the graph has ended, which took it off the count
 
         if slot.region != OUTSIDE and slot.size:
             tensor = self.arenas[slot.region].take(slot, like.dtype, shape, on_free)
             if tensor is not None:
                 return tensor
-            self.strays += 1
+            self.strays += 1  # the slot is in use
         tensor = like.new_empty(shape)
         _on_free(tensor, lambda _: on_free())
         return tensor
@@ -189,7 +198,9 @@ class Buffers:
 
 @dataclass
 class Window:
-    """The arena slots for the collectives of the segment that runs: those in ``plan`` from index ``first`` on."""
+    """The arena slots for the collectives of the segment (part of a graph that is compiled by itself) that runs: those
+    in ``plan`` from index ``first`` on. Collectives number the slots of their segment from 0.
+    """
 
     buffers: Buffers
     plan: MemoryPlan

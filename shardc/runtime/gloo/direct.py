@@ -57,7 +57,7 @@ class Mail:
         which gives their dtypes.
         """
         starts = self.packing.offsets
-        ends = [*starts.values(), self.packing.size][1:]
+        ends = [*starts.values(), self.packing.size][1:]  # offsets ascend, and each part ends where the next begins
         return {
             at: self.received[peer][start:end].view(like[at].dtype)
             for (at, start), end in zip(starts.items(), ends, strict=True)
@@ -78,18 +78,19 @@ def exchange(
     packing: Packing,
     slots: Sequence[int] = (),
 ) -> Mail:
-    """Starts the messages of one collective, and returns them as `Mail`. Each peer is sent its row of each tensor in
-    ``rows``; its message is received into the memory that ``into(tensor number, peer)`` returns.
+    """Starts the messages of one collective, and returns them as `Mail`. This rank sends each peer its row of each
+    tensor in ``rows``, and receives what the peer sends for that tensor into ``into(tensor number, peer)``. Small
+    tensors (``packing``) share one message to each peer, the shared message; each of the others is a message.
 
     Args:
         rows: per tensor, [ranks, elements] with a row to send to each rank; expanded if all get the same.
-        into: (tensor number, peer) -> memory to receive into; not called for packed tensors.
+        into: (tensor number, peer) -> memory to receive into; not called for packed tensors, which `Mail.unpacked` has.
         packing: tensors that share a message.
-        slots: slots for the shared message's memory, received and sent.
+        slots: slots for the memory of the shared messages: of those received, and of those sent.
     """
     # Each rank begins with another peer, so that they do not all send to one.
     peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
-    # By peer, the bytes of the tensors that share a message.
+    # By peer, the bytes of the shared message.
     received: dict[int, Tensor] = {}
     sent: dict[int, Tensor] = {}
     packs: tuple[Tensor, ...] = ()
@@ -97,15 +98,18 @@ def exchange(
         parts = {peer: [_bytes(rows[at][peer]) for at in packing.offsets] for peer in peers}
         # Distinct messages to send: one for all peers, if all get the same.
         distinct = 1 if all(row.stride(0) == 0 for row in rows) else len(peers)
+        # Two buffers: a message to receive from each peer, and the distinct ones to send.
         packs = tuple(
-            empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.room))
+            empty(slots[at : at + 1], 0, like=parts[peers[0]][0], shape=(count, packing.room))
             for at, count in enumerate((len(peers), distinct))
         )
+        # A row of a buffer has room for alignment behind its message.
         receive_rows, send_rows = (pack[:, : packing.size] for pack in packs)
         received = dict(zip(peers, receive_rows, strict=True))
         sent = dict(zip(peers, send_rows.expand(len(peers), -1), strict=True))
         for peer in peers[:distinct]:
             torch.cat(parts[peer], out=sent[peer])
+    # Tensors that do not share a message; empty ones need none.
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
     # Receives first: the notice of a receive would otherwise queue behind the data to that peer, and a link would
     # carry one direction after the other.
@@ -152,10 +156,12 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
     gathered = [
         empty(slots, at, x, (group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for at, x in enumerate(inputs)
     ]
+    # Each result as one row for each rank, into which that rank's shard is received.
     parts = [full.view(group_size, -1) for full in gathered]
     flat = [x.view(-1) for x in inputs]
     packing = packing_of(flat)
-    rows = [x.expand(group_size, -1) for x in flat]
+    rows = [x.expand(group_size, -1) for x in flat]  # all peers get the same
+    # The slots are those of the results, then of the shared messages.
     mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(gathered) :])
     # This rank's own part, while messages are in flight.
     torch._foreach_copy_([part[rank] for part in parts], flat)
@@ -172,7 +178,7 @@ def _reduce_scatter(
     inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
 ) -> list[Tensor]:
     """Implements ``reduce_scatter_tensor_coalesced`` on CPU ranks by direct messages."""
-    terms = [x.contiguous().view(group_size, -1) for x in inputs]
+    terms = [x.contiguous().view(group_size, -1) for x in inputs]  # row r is the term of rank r's result
     shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
     return _start_reduction(group_name, terms, shapes, reduce_op, slots)
 
@@ -180,14 +186,14 @@ def _reduce_scatter(
 def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
     """Implements ``all_reduce_coalesced`` on CPU ranks: direct messages for two ranks, gloo's ring for more."""
     group, _, _ = _group(group_name)
-    if not is_ring("all_reduce", group.size()):
+    if not is_ring("all_reduce", group.size()):  # two ranks: both get all of each tensor
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
         return _start_reduction(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
-    # Sending everything to everyone is optimal for 2 ranks only.
+    # Sending everything to everyone is optimal for 2 ranks only. More reduce all tensors as one, in place.
     flat = empty(slots, 0, inputs[0], (sum(x.numel() for x in inputs),))
     torch.cat([x.reshape(-1) for x in inputs], out=flat)
     options = dist.AllreduceOptions()
-    options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
+    options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]  # of an average: the sum, divided at the wait
     reduced = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
     # Gloo's threads keep a tensor for a while after the wait, and would keep the arena's memory in use.
     lent, returned = lend(flat)
@@ -209,6 +215,7 @@ def _start_reduction(
     Args:
         shapes: shapes of the results.
         op: "sum", "avg", "max", "min" or "product".
+        slots: slots of the results, then of the terms that are received, then of the shared messages.
     """
     group, rank, peers = _group(group_name)
     ranks = group.size()
@@ -216,22 +223,24 @@ def _start_reduction(
     packing = packing_of([term[rank] for term in terms])
     # The first peer's term is received into the result, others into buffers; packed tensors need neither.
     alone = [at for at in range(len(results)) if at not in packing.offsets]
-    into: dict[int, dict[int, Tensor]] = {}
+    into: dict[int, dict[int, Tensor]] = {}  # tensor number -> peer -> memory for the peer's term
     for number, at in enumerate(alone):
         size = results[at].numel()
         buffers = empty(slots, len(results) + number, results[at], (ranks - 2, size)) if ranks > 2 else ()
         into[at] = dict(zip(peers, (results[at].view(-1), *buffers), strict=True))
     # The slots are those of the results, then of the buffers, then of the shared messages.
-    wires = len(results) + (len(alone) if ranks > 2 else 0)
-    mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
+    first_shared = len(results) + (len(alone) if ranks > 2 else 0)
+    mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[first_shared:])
 
-    def terms_of(peer: int) -> list[Tensor]:
-        if peer == rank:
+    def terms_of(sender: int) -> list[Tensor]:
+        """Returns the terms of this rank's results that rank ``sender`` has, flat."""
+        if sender == rank:
             return [term[rank] for term in terms]
-        unpacked = mail.unpacked(peer, terms)
-        return [unpacked[at] if at in unpacked else into[at][peer] for at in range(len(terms))]
+        unpacked = mail.unpacked(sender, terms)
+        return [unpacked[at] if at in unpacked else into[at][sender] for at in range(len(terms))]
 
     def finish() -> None:
+        # In rank order on every rank, so that replicas are equal bit for bit.
         for result, *rows in zip(results, *map(terms_of, range(ranks)), strict=True):
             total = result.view(-1)
             # The first peer is rank 0 or 1, so its term, which lies in `total`, is read before `total` is written.
@@ -258,7 +267,8 @@ def _attach_work(
     finish: Callable[[], None],
     timeout: timedelta = _OWN,
 ) -> list[Tensor]:
-    """Makes ``wait_tensor`` of each of ``results`` wait for ``messages``, then call ``finish``; returns ``results``.
+    """Makes ``wait_tensor`` of each of ``results`` wait for ``messages``, then call ``finish`` (once); returns
+    ``results``.
 
     Args:
         keep: tensors to keep alive until then.
@@ -271,8 +281,9 @@ def _attach_work(
         finish()
 
     work = Completion(wait, keep)
-    for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
-        _register_work(storage, work)
+    # Works are registered by storage, and results may be parts of one.
+    for tensor in {x.untyped_storage().data_ptr(): x for x in results}.values():
+        _register_work(tensor, work)
     return results
 
 
@@ -286,6 +297,7 @@ def _permute_ranks(x: torch.Tensor, destinations: list[int], group_name: str) ->
     receives; it must be waited for.
     """
     rank = dist.get_rank(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a str with a name of its own
+    # Elements to and from each rank: all to one and all from one, whose destination is this rank.
     sends, receives = [0] * len(destinations), [0] * len(destinations)
     sends[destinations[rank]] = receives[destinations.index(rank)] = x.numel()
     flat = torch.ops._c10d_functional.all_to_all_single(x.reshape(-1), receives, sends, group_name)
@@ -303,7 +315,7 @@ def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
 
 def _share_message(parts: Sequence[Tensor]) -> bool:
     """Whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and they are
-    small in total.
+    small in total. Sender and receiver decide alike, as both know the sizes.
     """
     return len(parts) > 1 and sum(x.nbytes for x in parts) <= LARGEST
 
@@ -311,11 +323,12 @@ def _share_message(parts: Sequence[Tensor]) -> bool:
 def _send_by_messages(
     inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str
 ) -> list[Tensor]:
-    """Implements ``send_rows_coalesced`` on CPU ranks by direct messages.
+    """Implements ``send_rows_coalesced`` on CPU ranks by direct messages: sends rows of each of ``inputs``, sorted by
+    rank, and returns for each the rows that come, sorted by the rank that sent them.
 
     Args:
         sends, receives: number of rows to and from each rank of the group.
-        rows: rows of the results.
+        rows: rows of the results, at least as many as come.
     """
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
@@ -323,10 +336,11 @@ def _send_by_messages(
     outgoing, incoming = _parts(inputs, sends.tolist()), _parts(received, receives.tolist())
     messages: list[dist.Work] = []
     alive = list(inputs)  # memory that messages read until they are done
-    unpack: list[tuple[Tensor, list[Tensor]]] = []
+    unpack: list[tuple[Tensor, list[Tensor]]] = []  # (shared message, the places of its tensors in the results)
+    # Receives first, as in `exchange`.
     for peer in peers:
         places = incoming[peer]
-        if not places[0].numel():
+        if not places[0].numel():  # no rows of any tensor
             continue
         if _share_message(places):
             pack = torch.empty(sum(x.nbytes for x in places), dtype=torch.uint8)
@@ -341,7 +355,7 @@ def _send_by_messages(
             parts = [torch.cat([_bytes(x) for x in parts])]
             alive += parts
         messages += [group.send([x], peer, _TAG) for x in parts]
-    for to, of in zip(incoming[rank], outgoing[rank], strict=True):
+    for to, of in zip(incoming[rank], outgoing[rank], strict=True):  # rows that stay on this rank
         to.copy_(of)
 
     def finish() -> None:

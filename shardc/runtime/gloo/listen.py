@@ -35,10 +35,13 @@ class Listener(Thread):
         self._store, self._log = store, log
         # Weak references: a world frees its port when its last group is deleted.
         self._on_message, self._world = WeakMethod(on_message), ref(dist.group.WORLD)
-        self._ends = Event()
+        self._ends = Event()  # set to end the thread
         _listening.add(self)
 
     def run(self) -> None:
+        """Passes each entry of the log to ``on_message`` as it appears; `NOTHING` each time that there is none yet, and
+        `END` at the end.
+        """
         at = 1
         with suppress(RuntimeError):  # the store is gone; the main thread will raise
             while dist.group.WORLD is not None and dist.group.WORLD is self._world():
@@ -97,7 +100,7 @@ def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
     is never sent.
     """
     for group in groups:
-        if group.size() == 1:
+        if group.size() == 1:  # it has no connections
             continue
         if dist.get_backend(group) != "gloo":
             group.abort()

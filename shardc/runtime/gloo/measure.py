@@ -27,7 +27,7 @@ from shardc.runtime.gloo.buffers import let_compute_first
 c10d = torch.ops._c10d_functional
 T = TypeVar("T")
 Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # starts a collective
-_SMALL, _MANY = 64, 17  # elements; tensors
+_SMALL, _MANY = 64, 17  # elements of a small tensor; number of tensors in a collective of many
 _APART = LARGEST // 4 + 16  # elements of a tensor too large to share a message
 _MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
 _SEGMENT = 4e-3  # seconds of compute before a collective
@@ -62,7 +62,7 @@ def measure_collectives(
     for kind, call in collectives(group.group_name, ranks).items():
         times, wires = [], []
         for nbytes in (small, large):
-            x = torch.zeros(nbytes // 4 // ranks * ranks)
+            x = torch.zeros(nbytes // 4 // ranks * ranks)  # float32
             times.append(_slowest(_fastest(partial(_run_and_wait, call, x), runs, group), group))
             wires.append(4 * wire_elements(kind, ranks, x.numel()))
         # Under load the large message may be faster than the small one; keep the bandwidth positive.
@@ -115,17 +115,22 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
     def operands(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
+        """Returns ``count`` operands of a collective: for each, a rank sends ``elements`` elements to each peer (twice
+        as many for an all-reduce).
+        """
         return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
 
     def fastest(call: Call, kind: str, elements: int, count: int = 1) -> float:
+        """Returns the seconds of a collective on ``count`` operands, with its wait."""
         return _fastest(partial(_run_and_wait, call, operands(kind, elements, count)), runs, group, times)
 
-    # The same bytes in one message and in many.
+    # The same bytes in one message to each peer and in many.
     single = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
     many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
     message = max(many - single, 0.0) / ((_MANY - 1) * (ranks - 1))
 
     def host(call: Call, kind: str) -> float:
+        """Returns the seconds of a small collective in which this thread computes."""
         run = partial(_run_and_wait, call, operands(kind, _SMALL))
         return min(_seconds_of_runs(run, runs, group, 10, time.thread_time))
 
@@ -135,6 +140,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     latency = max(
         mean(lambda call, kind: _after_compute(call, operands(kind, _SMALL), runs, group)) - host_seconds, 0.0
     )
+    # The bandwidth is that of the additional bytes of a large message. By kind, the bytes of both sizes on the wire:
     sizes = {kind: [4 * wire_elements(kind, ranks, operands(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
              for kind in calls}  # fmt: skip
     middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
@@ -153,9 +159,11 @@ def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.Pr
     rescheduled. Back-to-back collectives hide both. Long waits count in a step, so a median would be too low.
     """
     x = torch.rand(256, 256)
+    # Number of products in a segment of compute.
     count = max(int(_SEGMENT / _fastest(lambda: x @ x, runs, group, times=50)), 1)
 
     def segment(sent: bool) -> float:
+        """Returns the seconds of a segment of compute and, if ``sent``, of the collective after it."""
         start = time.perf_counter()
         for _ in range(count):
             x @ x
@@ -190,7 +198,7 @@ def _slowdown(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: 
         for result in results:
             c10d.wait_tensor(result)
 
-    half = -(-times // 2)
+    half = -(-times // 2)  # these calls take longer
     lost = _fastest(both, runs, group, half) - _fastest(compute, runs, group, half)
     return min(max(lost / alone, 0.0), 0.95)
 
@@ -206,8 +214,8 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
         square, tall, wide, long = next(products)
         square @ square, tall @ wide, long @ tall, wide @ long  # noqa: B018
 
-    counted = 2 * (512**3 + 3 * 512 * 256 * 768)
-    shape = torch.Size([4, 8, 128, 32])
+    counted = 2 * (512**3 + 3 * 512 * 256 * 768)  # FLOP of `multiply`: a product and a sum per step
+    shape = torch.Size([4, 8, 128, 32])  # batch, heads, sequence, head dim
     operands = _in_turn(lambda: [torch.rand(shape) for _ in range(4)])
     attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     back: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

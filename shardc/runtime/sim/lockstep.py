@@ -46,7 +46,7 @@ class Lockstep:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._key: torch.Tensor | None = None
+        self._key: torch.Tensor | None = None  # of random ops; drawn at first use
 
     # --- the builder's interface
 
@@ -135,7 +135,7 @@ class Lockstep:
     def execute(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Executes the op of ``node``, given the ``values`` of its operands."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        with _compat.no_autocast():
+        with _compat.no_autocast():  # the graph contains its casts
             return self.call(node.target, *args, **kwargs)
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[PerRank | None]:
@@ -158,7 +158,8 @@ class Lockstep:
         name = target._opname
         if name == "wait_tensor":
             return args[0]  # in lockstep a collective is done when it is called
-        # By name: variants of a collective have their arguments in different places.
+        # By name: variants of a collective have their arguments in different places. References take the operand, then
+        # the other arguments in the order of the schema, without the group and what only concerns real ranks.
         named = dict(zip((a.name for a in target._schema.arguments), args, strict=False), **kwargs)
         axes = group_axes(named.pop("group_name"), self.mesh)
         if axes is None:
@@ -168,10 +169,9 @@ class Lockstep:
         named.pop("slots", None)  # memory of the results on a real rank
         x, *options = named.values()
         function = COLLECTIVES[_VARIANT.sub("", name)]
-        # A coalesced op takes a list of tensors, and returns one on every rank.
         if isinstance(x, PerRank):
             results = _by_group(function, x, options, groups)
-        else:
+        else:  # a coalesced op takes a list of tensors, and returns one on every rank
             per_tensor = [_by_group(function, tensor, options, groups) for tensor in x]
             results = PerRank([tensor[rank] for tensor in per_tensor] for rank in range(self.mesh.ranks))
         # What the op writes to: its operand if it works in place, else ``out=``, if passed.
@@ -202,6 +202,7 @@ def _by_group(
     every rank.
 
     Args:
+        function: takes the list of a group's tensors and further arguments; returns the result of each of its ranks.
         x, options: its arguments; of a `PerRank` it gets the values of the group's ranks.
     """
     out = PerRank([None] * len(x))

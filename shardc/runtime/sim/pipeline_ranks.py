@@ -25,7 +25,8 @@ class Wires:
     queues: dict[tuple[int, int], deque[tuple[tuple[Key, ...], list[Any]]]] = field(default_factory=dict)
     moved: int = 0  # sends and receives so far: whether ranks make progress
 
-    def begin(self, actions: Iterable[Run | Message]) -> None: ...
+    def begin(self, actions: Iterable[Run | Message]) -> None:
+        """Does nothing: only real ranks prepare for the messages of a step."""
 
     def send(self, message: Message, values: list[Any]) -> None:
         """Appends a message to the queue from its source to its target."""
@@ -43,7 +44,8 @@ class Wires:
         self.moved += 1
         return values
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Does nothing: a message leaves its sender as soon as it is sent."""
 
 
 def run_pipeline_step(
@@ -60,6 +62,7 @@ def run_pipeline_step(
     wires = Wires()
     # Outputs are sent to all ranks; gradients of a parameter are on the rank that stores it.
     results: Results = {}
+    # Rank -> generator that yields where the rank has to wait for a message.
     running = {
         rank: loops(rank=rank, link=wires).steps(training, tangents, results) for rank in range(program.stage_ranks)
     }

@@ -38,6 +38,9 @@ class Simulation:
         params: name -> padded local tensor of each rank.
         grads: name -> padded local gradient of each rank, after `backward`.
         buffers: name -> buffer of each rank.
+        module, state: the module, and its ``module.shardc``.
+        ranks: runs graphs on all ranks of ``mesh``.
+        storages: name of a parameter -> its storage layout.
 
     Raises:
         InputError: the module is not compiled.
@@ -78,7 +81,7 @@ class Simulation:
         """Runs the model on global inputs, and returns global outputs. A `backward` may follow if the call has
         ``grad=True``.
         """
-        if self.state.around is not None:
+        if self.state.around is not None:  # what the user put around the module's forward
             raise InputError(
                 "the module's forward was wrapped after compile, and a simulation runs programs alone",
                 fix="wrap the model's forward before shardc.compile",
@@ -98,9 +101,10 @@ class Simulation:
         else:
             half, argument = program.step(training=grad)[0], self._arguments(program, fed)
             results = self._run(half, [argument(port, 0) for port in half.takes])
-            # In training, the backward checks the loads, as on real ranks.
+            # In training, the backward checks the loads, as on real ranks; a call without a backward does it here.
             if half.phase != FORWARD:
                 self._check_loads()
+            # The forward gives the program's outputs, then the values that the backward takes.
             saved = {r.name: x for r, x in zip(half.gives, results, strict=True) if r.kind == "saved" and x is not None}
             self._saved = (program, saved) if half.phase == FORWARD else None
         return self._outputs(program, results[: len(program.outputs)])
@@ -111,7 +115,7 @@ class Simulation:
         """
         out: list[object] = []
         for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
-            if role.kind == "buffer":
+            if role.kind == "buffer":  # its new value, which the caller does not get
                 self.buffers[role.name] = list(result)
             elif result is None:
                 out.append(constant)
@@ -121,6 +125,7 @@ class Simulation:
         # An output that the model returns twice is one tensor object, as on one device.
         for at, output in enumerate(program.returned):
             out[at] = out[at] if output.same is None else out[output.same]
+        # Outputs whose values a backward reads, with their versions of now: `backward` refuses changed ones.
         read = [(at, out[at]) for at, output in enumerate(program.returned) if output.read_by]
         self._changes = [(at, counter_of(x), x._version) for at, x in read if isinstance(x, Tensor)]
         return pytree.tree_unflatten(out, program.output_spec)
@@ -153,7 +158,7 @@ class Simulation:
         else:
             takes = program.half(BACKWARD).takes
             dtypes = {port.role.index: port.example.dtype for port in takes if port.role.kind == "tangent"}
-        shards = self._tangent_shards(program, dtypes, tangents)
+        shards = self._tangent_shards(program, dtypes, tangents)  # index of an output -> gradient on every rank
         # Autograd on one device refuses outputs that were changed in place, if a used output's backward reads them.
         for at, counter, version in self._changes:
             if counter._version != version and not shards.keys().isdisjoint(program.returned[at].read_by):
@@ -190,6 +195,7 @@ class Simulation:
                 f"{len(dtypes)} outputs have gradients, but {len(tangents)} were given",
                 fix="pass one for each, None for an output that the loss does not use",
             )
+        # A gradient is split as its output.
         layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
         scalars = [index for index in dtypes if layouts[index].ndim == 0]
         if not tangents and len(scalars) > 1:
@@ -205,14 +211,16 @@ class Simulation:
 
     def _run_microbatches(self, program: Executable, inputs: dict[str, PerRank], grad: bool) -> Microstep:
         """Runs a step of ``program`` in microbatches, on shards of the inputs by name. Returns outputs and gradients
-        as a `Microstep`.
+        as a `Microstep`. ``grad``: whether a backward may follow.
         """
         argument = self._arguments(program, inputs)
 
         def map_ranks(function: Callable[..., Tensor], *values: PerRank) -> PerRank:
+            """Applies ``function`` rank by rank to values that have a tensor per rank."""
             return PerRank(function(*tensors) for tensors in zip(*values, strict=True))
 
         def run_step(program: Executable, training: bool, tangents: Mapping[int, Any]) -> Results:
+            """Runs the graphs of all microbatches, as `Loops.run_step`. A `Microstep` may call it again."""
             if program.stage_ranks:  # a pipeline: the ranks of stages run different graphs, in turn
                 loops = partial(StageLoops, program, self._run, argument, inputs, map_ranks)
                 return run_pipeline_step(program, loops, training, tangents)
@@ -231,7 +239,7 @@ class Simulation:
 
         def argument(port: Port, microbatch: int) -> PerRank:
             role = port.role
-            if role.kind == "coordinate":
+            if role.kind == "coordinate":  # index along the axes in its name
                 # The axis of microbatches is the last, the fastest one of the mesh `timed`.
                 places = (rank * program.microbatches + microbatch for rank in ranks)
                 return PerRank(torch.tensor([flat_index(timed, tuple(role.name.split(",")), at)]) for at in places)
