@@ -61,10 +61,10 @@ class Schedule:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if not self.blocking:
             _spread_all_to_alls(gm.graph)
-        priority = positions(gm.graph)
+        priority = positions(gm.graph)  # node -> position; below, fractions put a node between two others
         wanted = self._wait_at_starts(gm.graph, priority) if self.blocking else self._overlap(gm.graph, priority)
-        reorder(gm.graph, priority)
-        check(gm.graph, wanted)
+        reorder(gm.graph, priority)  # operands before their users all the same, which may delay a node
+        check(gm.graph, wanted)  # so a gather may not stand where a plan entry wants it
         gm.recompile()
         return gm
 
@@ -80,16 +80,18 @@ class Schedule:
         """Starts each collective and move early and waits for it late: sets their positions in ``priority``, in place.
         Returns the gathers that plan entries name, as `prioritize` does.
         """
+        # ``free``: ops that depend on inputs alone, and may move to an earlier position together with a gather.
         starts, free = list(filter(is_start, graph.nodes)), prefetchable(graph)
         uses = {node: _first_use(node, priority) for node in starts}
         _start_early_wait_late(graph, starts, free, priority)
         collectives = [node for node in starts if move_kind(node) is None]
-        # Gathers first, then what these may wait for: moves to the device and float8 maxima.
-        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, -1.0)
-        sink_to_first_use(graph, free, priority)
+        # Gathers first, then what these may wait for: moves to the device and float8 maxima. What can start at once
+        # stands before all ops (the first has position 0), and moves before gathers.
+        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, first=-1.0)
+        sink_to_first_use(graph, free, priority)  # with a gather, what it reads
         fetches = [node for node in starts if node in free]
         awaited = {node: min((priority[wait] for wait in waits_of(node)), default=inf) for node in fetches}
-        self._prefetch(fetches, awaited, priority, -2.0)
+        self._prefetch(fetches, awaited, priority, first=-2.0)
         sink_to_first_use(graph, free.difference(fetches), priority)
         _place_final_waits(graph, collectives, free, priority, self.max_in_flight)
         _place_final_waits(graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
@@ -104,6 +106,9 @@ class Schedule:
         """Sets the start of each gather by its position in ``priority``, in place: just after the first use of an
         earlier gather, so that the bytes in flight stay within the limit, or at ``first``.
 
+        Example: if two gathers fit in the limit, the third one starts after the first use of the first one, from when
+        on the second one and itself are in flight.
+
         Args:
             gathers: the gathers to prefetch.
             uses: gather -> position of its first use.
@@ -112,30 +117,37 @@ class Schedule:
         """
         gathers.sort(key=lambda node: (uses[node], priority[node]))
         for at, node in enumerate(gathers):
-            ahead, in_flight = at, result_bytes(node)
-            while ahead > 0:  # as far ahead as the limit of bytes allows
-                in_flight += result_bytes(gathers[ahead - 1])
+            # Gathers number ``earliest`` to ``at`` may be in flight together; the one before them must be used first.
+            earliest, in_flight = at, result_bytes(node)
+            while earliest > 0:
+                in_flight += result_bytes(gathers[earliest - 1])
                 if 0 <= self.max_in_flight < in_flight:
                     break
-                ahead -= 1
-            place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else first
-            priority[node] = min(place, uses[node] - 0.5)
+                earliest -= 1
+            place = uses[gathers[earliest - 1]] + 0.3 if earliest > 0 else first
+            priority[node] = min(place, uses[node] - 0.5)  # at the latest before its first use
 
 
 def _start_early_wait_late(
     graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float]
 ) -> None:
-    """Puts each of ``starts`` right after its last input, and its waits right before their first use: changes positions
-    in ``priority``, in place. A start that only reads inputs of the graph, or ops in ``free``, stays.
+    """Puts each of ``starts`` (of collectives and moves) right after its last input, and its waits right before their
+    first use: changes positions in ``priority``, in place. A start that only reads inputs of the graph, or ops in
+    ``free`` (which move ahead together with a gather), stays.
+
+    The fractions order what stands at one position: a start behind an op (0.2), then a move and a wait before the next
+    op (-0.3 and -0.25).
     """
-    dense = [priority[node] for node in graph.nodes if is_dense(node)]
+    dense = [priority[node] for node in graph.nodes if is_dense(node)]  # matrix products, attention, ...
     for node in starts:
         inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
         ready = max((priority[x] for x in inputs), default=None)
         if ready is not None:
-            later = bisect_right(dense, ready) if is_stored(node) else len(dense)
-            # A saved value moves behind the ops that one kernel computes with its own.
-            priority[node] = dense[later] - 0.3 if later < len(dense) else ready + 0.2
+            priority[node] = ready + 0.2
+            # A saved value moves to the host behind the light ops that follow it, which one kernel computes with it.
+            next_dense = bisect_right(dense, ready)
+            if is_stored(node) and next_dense < len(dense):
+                priority[node] = dense[next_dense] - 0.3
         for wait in waits_of(node):
             priority[wait] = min((priority[user] for user in wait.users), default=inf) - 0.25
 
@@ -153,7 +165,7 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
     starts = [node for node in graph.nodes if collective_kind(node) == "all_to_all"]
     light = [n for n in graph.nodes if n.op == "call_function" and not (is_start(n) or is_dense(n) or n.target is WAIT)]
     _delay_ops_after(starts, light, dense, priority)
-    before = set(starts)
+    before = set(starts)  # and the light ops that lead to one
     for node in reversed(light):
         if not before.isdisjoint(node.users):
             before.add(node)
@@ -171,15 +183,17 @@ def _delay_ops_after(
         starts: the all-to-alls.
         dense: positions of the dense ops.
     """
-    after = {wait for node in starts for wait in waits_of(node)}
+    after = {wait for node in starts for wait in waits_of(node)}  # and the light ops that depend on one
     for node in light:
         if not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-    for node in reversed(light):
+    for node in reversed(light):  # users first, so that a chain of ops moves as one
         users = [user for user in node.users if user.op != "output"]
+        # An op that a collective reads stays: its delay would delay that collective.
         if node in after and users and not any(map(is_start, users)):
             first_use = min(priority[user] for user in users)
-            if bisect_right(dense, priority[node]) < bisect_left(dense, first_use):
+            dense_between = bisect_right(dense, priority[node]) < bisect_left(dense, first_use)
+            if dense_between:
                 priority[node] = first_use - 1e-3
 
 
@@ -198,12 +212,14 @@ def _advance_ops_before(
     # Number of dense ops before an all-to-all -> (position of its first use, of its last input, the all-to-all).
     by_product: dict[int, list[tuple[float, float, fx.Node]]] = {}
     for node in before:
+        # Where its last input is computed; None if it needs inputs of the graph only, and then it stays.
         ready = max((priority[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)
         if node in starts:
             need = _first_use(node, priority)
             by_product.setdefault(bisect_right(dense, ready or 0.0), []).append((need, ready or 0.0, node))
         elif ready is not None and bisect_right(dense, ready) < bisect_left(dense, priority[node]):
             priority[node] = ready + 1e-3
+    # A start follows its last input, so the order of their inputs is that of the all-to-alls.
     for group in by_product.values():
         ready = max(at for _, at, _ in group)
         for number, (_, _, node) in enumerate(sorted(group, key=lambda entry: entry[:2])):
@@ -227,6 +243,8 @@ def _place_final_waits(
         priority: position of each node in the new order, changed in place.
         limit: bytes; -1 for no limit.
     """
+    # Nodes between a collective and the output -> number of collectives before them, and those of these nodes that lead
+    # to a second collective or move.
     reductions_before = leaving(graph)
     lead_on = before_other_starts(reductions_before)
     # Waits whose results only leave the graph; other results of the same bucket may be used.
@@ -234,16 +252,19 @@ def _place_final_waits(
     awaited = [node for node in starts if tails[node]]
     # Gathers of inputs are prefetched already.
     awaited = [node for node in awaited if lead_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
+    # First reductions before second ones, whose starts move with the waits of the first ones.
     for turn in sorted({reductions_before.get(node, 0) for node in awaited}):
         drained = sorted((node for node in awaited if reductions_before.get(node, 0) == turn), key=priority.__getitem__)
         bytes_before = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first n, by n
         for at, node in enumerate(drained):
+            # Wait behind the start of the collective number ``later`` or, if there is none, at the position ``end``.
             later, end = len(drained), float(len(graph.nodes) + turn)
-            if lead_on.issuperset(tails[node]):
+            if lead_on.issuperset(tails[node]):  # its next reduction should start soon
                 later, end = at + 1, end - 0.5
-            elif limit >= 0:  # the first that exceeds the limit
+            elif limit >= 0:  # the first one with which the bytes in flight, from this one on, exceed the limit
                 later = max(at + 1, bisect_right(bytes_before, bytes_before[at] + limit) - 1)
             place = priority[drained[later]] + 0.1 if later < len(drained) else end
+            # What follows the wait on the way to the output moves with it: casts, views, a next reduction.
             work = list(tails[node])
             while work:
                 tail = work.pop()
@@ -256,7 +277,9 @@ def _place_final_waits(
 
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
-    """Returns whether all inputs of ``node`` are inputs of the graph or in ``free``."""
+    """Returns whether all inputs of ``node`` are inputs of the graph, or ops in ``free`` (which need only these and can
+    move ahead), so that it could start before all other ops.
+    """
     return all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
 
 
