@@ -42,6 +42,7 @@ def _open(leaf: Any) -> PyTree:
         return {key: to_dicts(value) for key, value in leaf.items()}
     if _is_record(leaf):
         return {name: to_dicts(getattr(leaf, name)) for name in _names(leaf)}
+    # An object of any other class stays whole, so no tensor may be in it.
     for name, value in getattr(leaf, "__dict__", {}).items():
         values = value.values() if isinstance(value, Mapping) else (value,)
         if any(isinstance(x, Tensor) for x in values):
@@ -65,12 +66,12 @@ def _close(leaf: Any, part: PyTree) -> Any:
         values = {key: from_dicts(leaf[key], value) for key, value in part.items()}
         if not isinstance(leaf, MutableMapping):
             return type(leaf)(values)  # type: ignore[call-arg]
-        out: Any = copy.copy(leaf)
+        out: Any = copy.copy(leaf)  # a copy keeps other attributes of the mapping
         for key, value in values.items():
             out[key] = value
         return out
     out = copy.copy(leaf)
-    for name, value in part.items():
+    for name, value in part.items():  # also of a frozen dataclass, whose own `__setattr__` raises
         object.__setattr__(out, name, from_dicts(getattr(leaf, name), value))
     return out
 

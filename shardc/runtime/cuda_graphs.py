@@ -47,9 +47,9 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side: Any = None
-        self._pool: Any = None
-        self._graphs: WeakSet[Any] = WeakSet()
+        self._side: Any = None  # stream on which functions are prepared and captured
+        self._pool: Any = None  # memory pool of the graphs
+        self._graphs: WeakSet[Any] = WeakSet()  # graphs that still exist
 
     def warm(self, function: Callable[[], T]) -> T:
         """Runs ``function`` on a side stream, as torch requires before a capture; returns its result."""
@@ -106,6 +106,7 @@ def _host_read_of(node: fx.Node) -> HostRead | None:
         return HostRead(node, "the host waits for its copies", 'leave save(..., on="host") out of the plan')
     if node.target is SEND_ROWS:
         return HostRead(node, "the host reads how many rows each rank sends", _FIXED_ROWS)
+    # A scan with `steps` runs a number of steps that the host reads from this tensor.
     if node.target in _LOOPS or (node.target is OPS["scan"] and arguments_of(node).get("steps") is not None):
         return HostRead(node, "the host reads which function runs next", "write it with torch.where")
     if node.target not in _EXPERTS:
@@ -113,7 +114,7 @@ def _host_read_of(node: fx.Node) -> HostRead | None:
     if arguments_of(node)["waits"]:
         return HostRead(node, "the host reads how many rows the experts have", _FIXED_ROWS)
     x: Any = ir.value(arguments_of(node)["x"])
-    if x.dtype == torch.bfloat16:
+    if x.dtype == torch.bfloat16:  # one grouped product for all experts, which reads numbers of rows on the device
         return None
     return HostRead(
         node,
@@ -129,7 +130,7 @@ _EXPERTS = {expert_ops.RUN, expert_ops.RUN_GRADIENT}
 
 def hooked(parameters: Mapping[str, Tensor]) -> str | None:
     """Returns the name of the first of ``parameters`` with a hook on its gradient; None if there is none."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():  # reads the attributes directly
         return next(
             (name for name, x in parameters.items() if x._backward_hooks or x._post_accumulate_grad_hooks), None
         )

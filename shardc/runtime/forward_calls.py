@@ -46,9 +46,9 @@ class Forward:
     def __set__(self, module: nn.Module, value: object) -> None:
         state = vars(module).get("shardc")
         if state is not None and self._leads_to_forward(module, value):
-            state.around = value
+            state.around = value  # a wrapper of the compiled forward
             return
-        vars(module)["forward"] = value
+        vars(module)["forward"] = value  # the model's new forward, which the next capture reads
         if state is not None:
             state.around = None
 
@@ -64,7 +64,7 @@ class Forward:
         globals.
         """
         functions = self.compiled, inspect.unwrap(self.compiled)
-        seen: dict[int, object] = {}
+        seen: dict[int, object] = {}  # by id; it holds the objects, so that no id is used again
         todo: list[object] = [value]
         while todo and len(seen) < _MOST:
             x = todo.pop()
@@ -112,6 +112,7 @@ def _referenced_by(x: object) -> Iterable[object]:
             cells.append(cell.cell_contents)
         except ValueError:  # empty
             continue
+    # Globals that the function or one inside of it names.
     named = (x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__)
     return *cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values(), *named
 
@@ -162,13 +163,15 @@ def check_ddp(owner: nn.Module) -> None:
     """Raises InputError if the compiled module ``owner`` is called inside a DDP module, which would average its
     shards' gradients.
     """
-    front = DistributedDataParallel._active_ddp_module
+    front = DistributedDataParallel._active_ddp_module  # the DDP module whose forward runs now
     if front is not None and not {*map(id, front._module_parameters)}.isdisjoint(map(id, owner.parameters())):
         raise wrapped("DistributedDataParallel")
 
 
 def guard(owner: nn.Module) -> None:
-    """Makes direct calls of submodules of ``owner`` raise, and ``fully_shard`` of an outer module skip them all."""
+    """Makes direct calls of submodules of ``owner`` raise, as well as ``fully_shard`` of it or of them. ``fully_shard``
+    of an outer module skips them all.
+    """
     for part in owner.modules():
         vars(part)[STATE_KEY] = Refuses(vars(part).get(STATE_KEY, {}))
         vars(part)[REGISTRY_KEY] = vars(part).get(REGISTRY_KEY, {}) | {_OTHER: None}

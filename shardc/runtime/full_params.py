@@ -51,6 +51,7 @@ def unshard_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor
     if isinstance(storage, OwnedLayout):
         senders, storage = groups.of_stage(storage.owner), storage.on(storage.mesh)
     out = torch.empty(shape, dtype=tensor.dtype, device="cpu" if first else "meta")
+    # Which shard each rank has: its index along the axes that split the storage.
     parts = [flat_index(storage.mesh, storage.bound, rank) for rank in range(storage.mesh.ranks)]
     for rank, (part, sender) in enumerate(zip(parts, senders, strict=True)):
         # Of replicas, only the first is sent, and empty shards are not.
@@ -71,17 +72,19 @@ def _receive_shard(out: Tensor, storage: Layout, rank: int, local: Tensor, sende
         local: this (the first) rank's shard.
         sender: global rank of ``rank``; None for this one.
     """
-    ranges = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
-    view = out[tuple(slice(each[0], each[-1] + 1) for each in ranges)]
-    is_block = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
-    piece = local if sender is None else view if is_block else local.new_empty([len(each) for each in ranges])
+    # Per dim, the indices of the shard; `view` has all elements between the first and the last.
+    indices = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
+    view = out[tuple(slice(each[0], each[-1] + 1) for each in indices)]
+    # A message can be received into `view`: the shard has all of its elements, in contiguous memory.
+    is_block = view.is_contiguous() and local.device == out.device and tuple(map(len, indices)) == tuple(view.shape)
+    piece = local if sender is None else view if is_block else local.new_empty([len(each) for each in indices])
     if sender is not None:
         dist.recv(piece, sender)
     if tuple(view.shape) == tuple(piece.shape):
         view.copy_(piece)
     else:
         # The shard is no box: its elements lie scattered in `view`.
-        index = torch.meshgrid([torch.tensor(list(each)) for each in ranges], indexing="ij")
+        index = torch.meshgrid([torch.tensor(list(each)) for each in indices], indexing="ij")
         out[index] = piece.to(out.device)
 
 
@@ -119,6 +122,7 @@ def first_state_dict(
     module: nn.Module, storages: Mapping[str, Layout], groups: Groups, device: torch.device | str | None = None
 ) -> dict[str, Any]:
     """Returns `full_state_dict` on the mesh's first rank only, on the CPU by default; an empty dict on other ranks."""
+    # By identity: a state dict has all names of a tied parameter, which is gathered once.
     storage_of = {id(param): storages[name] for name, param in module.named_parameters()}
     gathered: dict[int, Tensor] = {}
     out: dict[str, Any] = {}
@@ -128,7 +132,7 @@ def first_state_dict(
                 full_param = unshard_on_first(value, storage_of[id(value)], groups)
                 gathered[id(value)] = full_param.to(device) if device is not None and groups.first else full_param
             out[name] = gathered[id(value)]
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor):  # without a storage layout, such as a buffer
             full = value.full_tensor() if isinstance(value, DTensor) else value
             out[name] = full.detach().clone().to(device or "cpu") if groups.first else None
         else:
@@ -153,6 +157,7 @@ def summon_full_params(
         LayoutError: at exit, if a parameter was replaced by a tensor of another shape, or tied ones by several; nothing
             is written then.
     """
+    # By the id of the sharded parameter: its name and itself, and its unsharded stand-in.
     named = {id(param): (name, param) for name, param in module.named_parameters()}
     wholes = {
         which: nn.Parameter(unshard(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
@@ -162,6 +167,7 @@ def summon_full_params(
         if with_grads and param.grad is not None:
             wholes[which].grad_dtype = None  # allow any dtype
             wholes[which].grad = unshard(param.grad, storages[name])  # type: ignore[arg-type]
+    # Each place of a parameter in the module, several for a tied one: (table of a submodule, key, parameter).
     slots = [
         (owner, key, param)
         for submodule in module.modules()
@@ -176,13 +182,13 @@ def summon_full_params(
         with outer_tensors(module):
             yield
     finally:
-        left: dict[int, list[Tensor | None]] = {}
+        values_left: dict[int, list[Tensor | None]] = {}  # id of a parameter -> what the block left at its places
         for owner, key, param in slots:
-            left.setdefault(id(param), []).append(owner.get(key))
+            values_left.setdefault(id(param), []).append(owner.get(key))
             owner[key] = param
         if writeback:
             # All are checked before the first is written.
-            changed = [(*named[which], _replaced_value(named[which], values)) for which, values in left.items()]
+            changed = [(*named[which], _replaced_value(named[which], values)) for which, values in values_left.items()]
             for name, param, value in changed:
                 write(param, value, storages[name], rank)  # type: ignore[arg-type]
                 if with_grads:
@@ -196,7 +202,7 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
     if value is None:
         param.grad = None
         return
-    if param.grad is None:
+    if param.grad is None:  # the user set a gradient in the block
         local = torch.empty_like(param._local_tensor, dtype=value.dtype)
         spec = parameter_spec(storage, param.shape, value.dtype, param.device_mesh)
         param.grad = DTensor(local, spec, requires_grad=False)

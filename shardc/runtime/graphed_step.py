@@ -81,7 +81,7 @@ class GraphedStep:
         self._make_capturable()
         call = self._key_and_program(args, kwargs)
         relied_on = self._state_relied_on()
-        if relied_on != self._relied_on:
+        if relied_on != self._relied_on:  # recordings would use other memory, or other options of the optimizer
             self._recorded.clear()
             self._ran.clear()
             self._relied_on = relied_on
@@ -97,6 +97,7 @@ class GraphedStep:
             return self._run_unrecorded(args, kwargs)
         else:
             recorded = self._recorded[key] = self._record(program, args, kwargs)
+        # Also of a new recording, as recording runs no kernels.
         loss, norm = recorded.repeat()
         self._count_writes()
         return loss.clone(), None if norm is None else norm.clone()
@@ -105,9 +106,10 @@ class GraphedStep:
         """Runs one training step without recording it. Raises InputError, before anything changes, if the step's
         program has an op that cannot be recorded.
         """
-        self._state.admits = _check_program
+        self._state.admits = _check_program  # called with the step's program before it runs
         try:
             with warnings.catch_warnings():
+                # Of torch, about a capturable optimizer.
                 warnings.filterwarnings("ignore", message=".*step\\(\\) is running without CUDA graph capture")
                 return self._recorder.warm(lambda: self._update(*args, **kwargs))
         finally:
@@ -118,10 +120,11 @@ class GraphedStep:
         cannot be recorded.
         """
         runner = self._state.cache.runner(program)
+        # Copies, at addresses from which each repeat reads its batch, keys and learning rates.
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        placed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        inputs = [x for x in placed if isinstance(x, Tensor)]
-        own_args, own_kwargs = pytree.tree_unflatten(placed, structure)
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        inputs = [x for x in copies if isinstance(x, Tensor)]
+        copied_args, copied_kwargs = pytree.tree_unflatten(copies, structure)
         takes = runner.half(FORWARD).takes
         keys = [runner.draw(port.example.device) for port in takes if port.role.kind == "key"]
         lrs = [torch.as_tensor(group["lr"], dtype=torch.float32) for group in self._optimizer.param_groups]
@@ -132,7 +135,7 @@ class GraphedStep:
             self._state.turns.paused, runner.keys = True, list(keys)
             try:
                 with self._rates_from(rates):
-                    return self._update(*own_args, **own_kwargs)
+                    return self._update(*copied_args, **copied_kwargs)
             finally:
                 self._state.turns.paused, runner.keys = False, []
 
@@ -194,6 +197,7 @@ class GraphedStep:
                 for param in group["params"]:
                     state = self._optimizer.state.get(param, {})
                     for name, x in state.items():
+                        # A scalar on the host: torch's ``step``.
                         if isinstance(x, Tensor) and x.ndim == 0 and x.device != self._state.device:
                             state[name] = x.to(self._state.device, torch.float32)
 
@@ -207,8 +211,10 @@ class GraphedStep:
         """
         state = self._state
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # `around`: the user's wrapper of forward, whose Python code a repeat would leave out.
         if state.around is not None or torch.is_anomaly_enabled() or any(x.requires_grad for x in tensors):
             return None
+        # Gradients that stay local, or local sums of earlier steps.
         if state.params.sync.unreduced() or state.params.sync.sums or self._has_hooks():
             return None
         with torch.enable_grad():  # as the update is called
@@ -217,13 +223,14 @@ class GraphedStep:
         if entry is None or any(x.grad is not None for x in state.params.snapshot.parameters.values()):
             return None
         key, program = entry
+        # The batch is copied to tensors of the same strides, device and, for DTensors, layout.
         return (key, *((x.stride(), x.device, getattr(x, "_spec", None)) for x in tensors)), program
 
     def _has_hooks(self) -> bool:
         """Whether the optimizer or a parameter's gradient has Python hooks, which a recorded step would not call.
         Warns once of each.
         """
-        name = hooked(self._state.params.current_snapshot().parameters)
+        name = hooked(self._state.params.current_snapshot().parameters)  # a parameter with a hook on its gradient
         of_optimizer = any(getattr(self._optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))
         what = "the optimizer" if of_optimizer else "" if name is None else f"parameter {name!r}"
         if what and what not in self._warned:
@@ -241,18 +248,19 @@ class GraphedStep:
         """
         snapshot = self._state.params.current_snapshot()
         places = [address(x) for x in (*snapshot.parameters.values(), *snapshot.buffers.values())]
-        out: list[object] = [snapshot, places]
+        relied_on: list[object] = [snapshot, places]
         for group in self._optimizer.param_groups:
-            out += [
+            relied_on += [
                 (name, address(x) if isinstance(x, Tensor) else x) for name, x in group.items() if name not in _CHANGING
             ]
             for param in group["params"]:
                 state = self._optimizer.state.get(param, {})
-                out += [id(param), *(address(x) if isinstance(x, Tensor) else (name, x) for name, x in state.items())]
-        return out
+                addresses = (address(x) if isinstance(x, Tensor) else (name, x) for name, x in state.items())
+                relied_on += [id(param), *addresses]
+        return relied_on
 
 
-_CHANGING = ("params", "lr", "initial_lr")
+_CHANGING = ("params", "lr", "initial_lr")  # options of a group that are not compared; its parameters are, one by one
 
 
 def _check_program(program: Executable) -> None:
@@ -295,7 +303,7 @@ def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Reco
             f"{kind} has no option capturable: its step cannot be part of a CUDA graph",
             fix=f"use one that has it (AdamW, Adam, NAdam, RAdam, RMSprop, Adamax, Adadelta, ASGD, Rprop), or {_OFF}",
         )
-    wrapped = hasattr(optimizer, "_selects")  # it updates local tensors
+    wrapped = hasattr(optimizer, "_selects")  # shardc's wrapper of an optimizer, which updates local tensors
     for group in optimizer.param_groups if isinstance(optimizer, _RATE_ON_HOST) else ():
         # If `foreach` is not given, torch uses it for plain tensors only.
         plain = wrapped or not any(isinstance(param, DTensor) for param in group["params"])
@@ -334,6 +342,7 @@ def check_recordable(module: ShardedModule, optimizer: torch.optim.Optimizer) ->
     selects = getattr(optimizer, "_selects", None)
     names = {id(param): name for name, param in module.named_parameters()}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
+        # `selects`: whether the parameter is updated whole, as Muon's matrices are.
         if selects is not None and isinstance(param, DTensor) and selects(names[id(param)], param):
             raise InputError(
                 f"the optimizer updates {names[id(param)]!r} whole, on a rank that the host chooses",

@@ -64,7 +64,7 @@ def cheap_garbage_collection() -> Iterator[None]:
         yield
         return
     thresholds = gc.get_threshold()
-    gc.freeze()
+    gc.freeze()  # objects that exist now are not traversed
     gc.set_threshold(max(thresholds[0], _OBJECTS) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
@@ -113,7 +113,7 @@ class Completion(dist.Work):
         self._keep = keep
 
     def wait(self, timeout: object = None) -> bool:
-        finish, self._finish = self._finish, None
+        finish, self._finish = self._finish, None  # torch may call this several times
         if finish is not None:
             finish()
         self._keep = ()
@@ -162,7 +162,7 @@ def _to_host(x: Tensor, read: bool = True) -> Tensor:
     module: Any = torch.get_device_module(x.device)
     compute, copies = module.current_stream(), _stream(x.device, "to_host")
     copied = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
-    copies.wait_stream(compute)
+    copies.wait_stream(compute)  # which computes `x`
     with module.stream(copies):
         copied.copy_(x, non_blocking=True)
         done = copies.record_event()

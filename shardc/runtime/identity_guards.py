@@ -44,32 +44,41 @@ class Mode:
 class ModuleSnapshot:
     """Remembers the modules, parameters, buffers and hooks that a model has when this is made, to tell later whether
     they are the same objects.
+
+    Attributes:
+        modules: the modules, each once.
+        parameters, buffers: by name; tied ones under each of their names.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        # Without duplicates, in the order of `Mode`.
         self._parameters = list(dict.fromkeys(self.parameters.values()))
         self._tensors = [*self._parameters, *dict.fromkeys(self.buffers.values())]
+        # In its attributes, a module has a dict per kind: of submodules, parameters, buffers and each kind of hooks.
         self._attributes = list(map(vars, self.modules))
         places = [(attributes, kind) for attributes in self._attributes for kind in _KINDS]
+        # `holds` looks at the dicts with entries: whether each is the same dict, with the same names and values.
         self._places = [(attributes, kind) for attributes, kind in places if attributes[kind]]
         self._full = [attributes[kind] for attributes, kind in self._places]
         # Most are empty: one check per module. The first kind twice: for one key, an itemgetter returns no tuple.
         empty = [(attributes, [kind for kind in _KINDS if not attributes[kind]]) for attributes in self._attributes]
         self._empty = [(itemgetter(*kinds, kinds[0]), attributes) for attributes, kinds in empty if kinds]
+        # Names and values of all dicts are in one list each, the fastest to compare; sizes tell them apart.
         self._sizes = list(map(len, self._full))
         self._names = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(_values, self._full)))
-        self._global = list(map(dict, global_hooks()))
-        self._mode: Mode | None = None
+        self._global = list(map(dict, global_hooks()))  # copies, as torch changes these dicts in place
+        self._mode: Mode | None = None  # result of the last call of `mode`
         self._modes: dict[tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype, ...]], Mode] = {}
 
     def holds(self) -> bool:
         """Whether the model still has the same modules, parameters, buffers and hooks under the same names."""
-        if any(map(any, [get(attributes) for get, attributes in self._empty])):
+        if any(map(any, [get(attributes) for get, attributes in self._empty])):  # an empty dict got an entry
             return False
+        # The dicts are the same objects; then what is in them.
         if not all(map(is_, [attributes[kind] for attributes, kind in self._places], self._full)):
             return False
         return (
@@ -83,14 +92,14 @@ class ModuleSnapshot:
         """Returns the model's current `Mode` (train or eval, ``requires_grad``, dtypes). Equal modes are one object,
         so they can be compared by identity.
         """
-        now = (
+        flags = (
             tuple(map(_training, self._attributes)),
             tuple(map(_requires_grad, self._parameters)),
             tuple(map(_dtype, self._tensors)),
         )
         last = self._mode
-        if last is None or now != (last.training, last.grads, last.dtypes):
-            last = self._mode = self._modes.setdefault(now, Mode(*now))
+        if last is None or flags != (last.training, last.grads, last.dtypes):
+            last = self._mode = self._modes.setdefault(flags, Mode(*flags))
         return last
 
 
@@ -110,11 +119,11 @@ class IdentityGuards:
         # (id of a mapping, key that it lacks) -> the mapping and the key.
         self._missing_keys: dict[tuple[int, object], tuple[Mapping[Any, object], object]] = {}
         self._rows: dict[int, tuple[Any, tuple[object, ...]]] = {}  # id of a container -> it, its elements
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._tensors: list[tuple[Tensor, int]] = []  # with their version counters
         self._rest: list[tuple[object, str, object]] = []  # object, attribute, value
         # Functions of torch that return its state, with arguments and result.
         self._states: list[tuple[Callable[..., object], list[object], object]] = []
-        reached: list[Reach] = []
+        reached: list[Reach] = []  # of each capture, the code that its trace could reach
         for capture in {id(x): x for x in reads}.values():
             reached.append(capture.reach(model, loss))
             lookup = Lookup(model, loss, capture.scopes)
@@ -123,6 +132,7 @@ class IdentityGuards:
                 if read.what != "hooks" and read.expression != GRAD_MODE:  # checked elsewhere
                     self._guard_read(read, lookup, seen)
         self._reached = Reach.of_all(reached)
+        # In the form that `holds` compares fastest: getters of the items of each mapping, with all values in one list.
         # One itemgetter per mapping is the fastest read. The first key twice: for one key it returns no tuple.
         self._getters = [(itemgetter(*items, next(iter(items))), mapping) for mapping, items in self._items.values()]
         self._values = [value for get, mapping in self._getters for value in get(mapping)]
@@ -160,13 +170,14 @@ class IdentityGuards:
         except _MISSING:
             # What is read is not there; what leads to it has its guards by now.
             return
+        # The guards of the path compare the object itself; what was read of it needs another one.
         if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
             self._guard_elements(value)
         elif read.what == "has":
             self._rest.append((value, str(read.key), getattr(value, str(read.key), GONE)))
         elif read.what == "own":
             self._guard_attribute(value, str(read.key))
-        elif isinstance(value, Tensor) and not value.is_inference():
+        elif isinstance(value, Tensor) and not value.is_inference():  # its values, which a write in place changes
             self._tensors.append((value, value._version))
 
     def _guard_path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
@@ -176,21 +187,21 @@ class IdentityGuards:
         if path in seen:
             return
         seen.add(path)
-        kind, *more = path
+        kind, *operands = path  # ("attribute", path, name), ("item", path, path of the key), ("call", name, *paths)
         if kind not in ("attribute", "item", "call"):
             return
-        for part in more:
+        for part in operands:
             if isinstance(part, tuple):
                 self._guard_path(part, lookup, seen)
         if kind == "attribute":
-            self._guard_attribute(lookup(more[0]), more[1])
-        elif kind == "call" and more[0] in STATES:
-            self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
+            self._guard_attribute(lookup(operands[0]), operands[1])
+        elif kind == "call" and operands[0] in STATES:
+            self._states.append((STATES[operands[0]], list(map(lookup, operands[1:])), lookup(path)))
         # Items of a module's tables (`_parameters`) are compared by the `ModuleSnapshot`.
-        elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _CHECKED_TABLES):
-            container = lookup(more[0])
+        elif kind == "item" and not (operands[0][0] == "attribute" and operands[0][2] in _CHECKED_TABLES):
+            container = lookup(operands[0])
             if isinstance(container, (dict, MappingProxyType)):
-                self._guard_item(container, lookup(more[1]))
+                self._guard_item(container, lookup(operands[1]))
             else:
                 self._guard_elements(container)
 
@@ -213,6 +224,7 @@ class IdentityGuards:
         attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
         self._guard_item(attributes, name)
         of_class = name not in attributes and name not in ("__dict__", "__mro__")
+        # Of a module, `Reach` compares the class, and the snapshot what else `getattr` searches (parameters, ...).
         if of_class and not isinstance(owner, nn.Module):
             self._rest.append((owner, name, getattr(owner, name, GONE)))
 
