@@ -107,6 +107,13 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
         InputError: ``options.pipeline`` returns an order in which a pass runs before one that it requires.
     """
     mesh, cost = plan.mesh, options.cost
+    entries = plan.plan.entries
+    may_split_sequence = bool(plan.pins) or any(  # an input's dim behind the batch is split, or an activation is pinned
+        layout.dim_axes(dim)
+        for place in plan.inputs
+        for layout in [place.padded or place.layout]
+        for dim in range(1, layout.ndim)
+    )
     settings = options.with_plan_settings(plan.plan, device)
     # Settles the regather levels when the graph is partitioned: parameters stay unsharded as far as the budget goes.
     levels = partial(
@@ -116,64 +123,63 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: FakeTensorMode, devic
     passes = Pipeline(
         (
             # Normal form, before layouts are chosen.
-            Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
-            Attention(mesh, cost, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
+            Experts(tuple(entry for entry in entries if isinstance(entry, Ep))),
+            Attention(mesh, cost, tuple(entry for entry in entries if isinstance(entry, Cp))),
             # Shifts and convolutions of a sequence that may be split.
-            Windows(any(
-                layout.dim_axes(dim) for place in plan.inputs for layout in [place.padded or place.layout]
-                for dim in range(1, layout.ndim)
-            ) or bool(plan.pins)),
+            Windows(enabled=may_split_sequence),
             Canonicalize(),
             # Equal views of a matrix are one node, so that it is quantised once; weights are quantised before they are
             # gathered.
-            Float8(plan.scaled, str(plan.precision.float8 or "")),
+            Float8(plan.scaled, entry=str(plan.precision.float8 or "")),
             # Layouts that the plan fixes.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.saves),
             # Sizes that these axes do not divide are padded, before the other layouts are chosen.
             Pad(mesh, plan.padded_inputs, plan.padded_params, plan.grown, fake_mode, device),
             # Every value's layout, at least cost.
             Propagate(Problem(
-                mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
-                plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
+                mesh, cost, plan.batch_axes, plan.output, pin_layout=plan.pinned, grad_layouts=plan.storages,
+                compute_layouts=plan.computes, reduce=plan.reduce if plan.own_losses else "mean",
+                strict=options.strict, deferred=plan.deferred,
             ), Exact() if options.layout_solver == "exact" else Greedy()),
             # It needs the layouts of tangents and keeps the layout of every value.
             Objective(plan.loss_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
-            Precision(plan.storages, plan.reduced, plan.gradients, plan.deferred),
+            Precision(layouts=plan.storages, reduced=plan.reduced, stored=plan.gradients, deferred=plan.deferred),
             # A use that needs another layout gets a reshard node;
             Reshard(),
             # reshards are merged while each is still one change of layout.
             Simplify(cost),
             # Each reshard becomes collectives and slices.
-            Collectives(cost, plan.plan.setting("reduce_in") == "microbatch"),
+            Collectives(cost, per_microbatch=plan.plan.setting("reduce_in") == "microbatch"),
             # It needs the gathers of parameters, which are nodes from here on.
             KeepPart({name: p.regather_axes for name, p in plan.params.items()}),
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
             # It needs the shapes of shards; its moves are then partitioned and scheduled as collectives are.
-            Offload(plan.on_host, device, plan.deferred.names),
+            Offload(plan.on_host, device, pending=plan.deferred.names),
             # After the last pass that adds ops to a gradient.
             HoistGradEpilogue(),
             # It needs local shapes, and the collectives within rows.
-            ChunkLoss(plan.plan.setting("chunked_loss"), str(plan.plan.entry_of("chunked_loss") or "")),
+            ChunkLoss(plan.plan.setting("chunked_loss"), cause=str(plan.plan.entry_of("chunked_loss") or "")),
             # It needs local shapes; the partitioner then treats chunks as any other ops.
             Decompose(
-                mesh, sending(cost, options.p2p_collectives is not False), computing(cost, device), options.decompose
+                mesh, sending(cost, direct=options.p2p_collectives is not False), compute=computing(cost, device),
+                pieces=options.decompose,
             ),
             # The joint graph becomes a forward and a backward.
-            Partition(levels, *cut, options.checkpoint_collectives),
+            Partition(levels, *cut, collectives=options.checkpoint_collectives),
             # It needs the slices that backward gathers from, which are outputs of forward now.
             SkipRegather(),
             # It needs to know what is saved; its moves are scheduled as collectives are.
             OffloadSaved(device),
             # Before anything moves a collective away from its inputs and uses.
-            Bucket(bucket_size(settings, mesh), bool(options.p2p_collectives)),
+            Bucket(bucket_size(settings, mesh), direct=bool(options.p2p_collectives)),
             # The choice depends on the size of a bucket, and the schedule on the choice.
             Algorithms(mesh, cost if isinstance(cost, CostModel) else CostModel()),
             # Places starts and waits of the final collectives.
             Schedule(
-                settings.in_flight_bytes(), not settings.overlap,
-                tuple(entry for entry in plan.plan.entries if isinstance(entry, Prefetch)),
+                settings.in_flight_bytes(), blocking=not settings.overlap,
+                prefetch=tuple(entry for entry in entries if isinstance(entry, Prefetch)),
             ),
             # Lifetimes depend on the order.
             PlanMemory(mesh),
