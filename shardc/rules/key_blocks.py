@@ -78,6 +78,7 @@ class KeyBlocks:
         self.gathers = bool(self.sent) and not local.call["around"]
         self.packed: Emitted | None = None  # key and value as one contiguous tensor, ready to send
         self.keys: int = local.call["keys"]
+        # Dim 2 of the first operand, the query or the gradient of the output, has the queries.
         queries = local.true_size(2, self.query.shape[2])
         # Padding is behind all keys; with a causal mask no query of the sequence sees it, so it needs no mask.
         causal_hides_padding = "causal" in local.call and local.call["causal"] and queries <= self.keys
@@ -99,7 +100,7 @@ class KeyBlocks:
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
             yield KeyBlock(self._concatenated, self._split_by_rank, 0, bias, blind=blind)
             return
-        for number in range(self.ranks):
+        for number in range(self.ranks):  # of a rank or, in a ring, its distance from this rank
             if stripes is None:
                 bias, blind = self._bias([self._coordinates(number)])
                 yield KeyBlock(*self._shard_functions(number), number, bias, blind=blind)
@@ -107,8 +108,8 @@ class KeyBlocks:
                 yield from self._striped(stripes, number)
 
     def by_position(self) -> Iterator[KeyBlock]:
-        """Yield the blocks with the global positions of their keys, without bias: all keys, or those of each rank of
-        the ring.
+        """Yield the blocks for a kernel that masks by the global positions of keys (`KeyBlock.columns`), without bias:
+        a block of all keys that are here, or in a ring one of each rank's.
         """
         if self.whole:  # keys 0, 1, 2, ...
             yield KeyBlock(_same, _same)
@@ -131,8 +132,9 @@ class KeyBlocks:
         """Return the functions `KeyBlock.take` and `KeyBlock.back` of the shard of rank ``number`` (see
         `_coordinates`).
         """
-        if self.gathers:
+        if self.gathers:  # `total` collects the gradients by source
             return partial(self._shard_of, number), _same
+        # In a ring, keys come from that rank, and their gradients go back the same way.
         return partial(self._sent, shift=number), partial(self._sent, shift=-number)
 
     def joined(self, key: Emitted, value: Emitted) -> list[Emitted]:

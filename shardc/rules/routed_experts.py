@@ -106,7 +106,7 @@ class _Choices:
     Args:
         tokens, choices: number of tokens, and of experts for each of them.
         x: the tokens [t, d].
-        scale: routing weight of each choice, flat [s, 1].
+        scale: routing weight of each choice, flat [s, 1]: s = tokens * choices.
         order: permutation that sorts the choices (token-major) by destination, int64 [s].
         back: inverse of ``order``.
         ends: end of the choices for each expert of each rank in that order, int64 [ranks e].
@@ -192,7 +192,11 @@ class _Rows:
 
     Args:
         of: the choices that the rows belong to.
-        x, take, scale, ends, expected: arguments of `shardc.custom_ops.expert_ops.RUN`.
+        x: the received rows or, without an exchange, all tokens.
+        take: row of ``x`` of each choice, sorted by expert; some behind the last expert's may be no choices.
+        scale: routing weight of each choice, in the order of ``take``.
+        ends: end of each expert's choices in ``take``.
+        expected: number of choices for this rank's experts with an even load.
         places: position in ``take`` of each received row or, without an exchange, of each choice, int64.
         sent: the exchange that brought them; None without an exchange.
     """
@@ -363,8 +367,8 @@ def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
     # Ranks that split the experts alone have the same tokens, and each computes a share of the rows.
     mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent_axes(local))
     divided = prod(mesh.size(axis) for axis in unsent)
-    # Choices are numbered token by token, so choice number // choices per token is the token.
-    if not _sent_axes(local):
+    # Below, choices are numbered token by token: number // choices per token is the token.
+    if not _sent_axes(local):  # only the experts are split, or neither
         of = _choices(local, x, index, weight)
         take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
         scale = call(aten.index_select.default, of.scale, 0, of.order)
@@ -377,8 +381,9 @@ def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
     # ``came``: number of rows that come from each rank for each expert.
     for sent, came in _bounded_exchanges(local, every) if bounded else [_exact_exchange(local, of) for of in every]:
         token = call(aten.div.Tensor_mode, sent.take, sent.of.choices, rounding_mode="floor")
-        rows = [call(aten.index_select.default, x, 0, at) for x, at in ((sent.of.x, token), (sent.of.scale, sent.take))]
-        arriving.append((sent, came, sent.go(rows)))
+        rows = call(aten.index_select.default, sent.of.x, 0, token)
+        scale = call(aten.index_select.default, sent.of.scale, 0, sent.take)
+        arriving.append((sent, came, sent.go([rows, scale])))
     for sent, came, (received, scale) in arriving:
         of = sent.of
         # Rows arrive sorted by rank; here they are sorted by expert.

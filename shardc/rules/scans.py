@@ -53,7 +53,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     size = pieces.size if steps is None else steps
     scaled = _scales(local, carried, operands, rest, steps) if states else None
     # One rank after the other computes the state behind its slices, from the one that it received, and sends it on.
-    for (before, now), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
+    for (place, next_place), turn, next_turn in zip(pairwise(places), turns, turns[1:], strict=False) if states else ():
         if scaled is None:
             # Only the rank whose turn it is takes steps: the others take 0.
             count = run(aten.mul.Tensor, turn, size)
@@ -65,7 +65,7 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
                 for (scale, summand), x in zip(scaled, states.values(), strict=True)
             ]
         for at, x in zip(states, after, strict=True):
-            moved = _swap(pieces, x, before, now)
+            moved = _swap(pieces, x, place, next_place)
             states[at] = run(aten.where.self, _mask_like(local, next_turn, moved), moved, states[at])
     # Now all ranks know the state before their slices, and compute their results at the same time. Of a carry that
     # steps add to, the first rank starts with the value and the others with zeros, so that the results add up.
@@ -116,12 +116,12 @@ def _scales(
     return list(zip(scales, added, strict=True))
 
 
-def _swap(pieces: Pieces, x: Emitted, before: int, now: int) -> Emitted:
-    """Emit a swap of ``x`` between two ranks: those that hold the pieces number ``before`` and ``now`` of the scanned
+def _swap(pieces: Pieces, x: Emitted, first: int, second: int) -> Emitted:
+    """Emit a swap of ``x`` between two ranks: those that hold the pieces number ``first`` and ``second`` of the scanned
     dim. Return what each of the two receives; on all other ranks, their own ``x``.
     """
     # Destination of each rank's ``x``: only these two send to each other.
-    to, ranks = list(range(pieces.ranks)), (pieces.members[before], pieces.members[now])
+    to, ranks = list(range(pieces.ranks)), (pieces.members[first], pieces.members[second])
     to[ranks[0]], to[ranks[1]] = ranks[1], ranks[0]
     return pieces.run(WAIT, pieces.run(torch.ops.shardc.permute_ranks.default, x, to, pieces.group))
 
