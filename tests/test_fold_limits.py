@@ -55,6 +55,22 @@ class Scaled(Layer):
         return super().forward(x) / (1 + self.number)
 
 
+class Scales(Layer):
+    """A layer that multiplies by a number that it is passed."""
+
+    def forward(self, x: Tensor, number: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * number
+
+
+class Signed(Stack):
+    """Layers of which one is passed a zero of another sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x, -0.0 if at == 2 else 0.0))
+        return self.last(x).sum()
+
+
 def tied(layers: int) -> Any:
     made = [Layer() for _ in range(layers)]
     made[4].up.weight = made[1].up.weight
@@ -86,6 +102,7 @@ class Dropping(Layer):
 NEVER = {
     "draws": lambda: stack_of(lambda at: Dropping(), 6),
     "state": lambda: stack_of(lambda at: Counted(), 6),
+    "the sign of a zero": lambda: (Signed(*(Scales() for _ in range(6))), (torch.empty(8, WIDTH),), None),
     "its number": lambda: stack_of(Scaled, 6),
     "a shared parameter": lambda: tied(6),
     "other shapes": lambda: wide_at(2, 6),

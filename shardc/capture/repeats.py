@@ -29,6 +29,7 @@ from shardc.capture.decompositions import fake_like
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.replacements import is_cache, traceable_layers
 from shardc.capture.trace import Loss, _Root, faked
+from shardc.ir.code import constant_key
 from shardc.ir.inner import metadata
 from shardc.ir.module_paths import is_in, name_in
 from shardc.ir.repeat import Repeat, Repeats
@@ -172,7 +173,7 @@ def _metadata(x: object) -> tuple[object, ...]:
     """
     if isinstance(x, Tensor):
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    return type(x), x
+    return constant_key(x)
 
 
 def _maker(x: FakeTensor) -> Callable[[], FakeTensor]:
@@ -420,7 +421,7 @@ def _comparable(
         return ("own", local[x]) if x in local and record.producers[x] >= start else ("other", x)
 
     def frozen(leaves: Sequence[object]) -> Frozen:
-        return [role(x) if isinstance(x, Token) else (type(x), x) for x in leaves]
+        return [role(x) if isinstance(x, Token) else constant_key(x) for x in leaves]
 
     out = []
     for func, args, args_spec, results, results_spec in events:

@@ -33,7 +33,7 @@ from torch._guards import Source, TracingContext
 from shardc._compat import PyTree
 from shardc.capture.capture_errors import line_with, user_frame
 from shardc.errors import CaptureError, ShardcWarning
-from shardc.ir.code import calling_line
+from shardc.ir.code import calling_line, constant_key
 from shardc.ir.guards import BACKWARD_HOOKS, Constant, Lookup, Reads, global_hooks, parse
 from shardc.ir.module_paths import name_in
 
@@ -231,7 +231,7 @@ def changed_reads(
             if change.expression not in constants or not isinstance(before, _CONSTANTS):
                 raise error  # no constant that a second trace could start from
             value = constants[change.expression]
-            if type(value) is not type(before) or value != before:
+            if constant_key(value) != constant_key(before):
                 refused = refused or error
     if refused is None:
         return reads

@@ -207,6 +207,13 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def constant_key(value: object) -> tuple[object, object]:
+    """Return the type of ``value`` and what equals for equal constants of that type only: a number that is not an
+    integer is text, since 0.0 == -0.0 and NaN != NaN.
+    """
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
 def plain_text(value: object) -> str:
     """Return an atomic constant (see `is_plain`) as text."""
     if isinstance(value, enum.Enum):

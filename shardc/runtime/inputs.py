@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from operator import itemgetter
@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from shardc import _compat
 from shardc._compat import FakeTensor, PyTree
 from shardc.errors import InputError
-from shardc.ir.code import calling_line
+from shardc.ir.code import calling_line, constant_key
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import Executable
 from shardc.ir.guards import Guards
@@ -133,10 +133,15 @@ class Constant:
 
     Args:
         kind: name of the value's type.
+        value: the value; constants are compared by their `constant_key`.
     """
 
     kind: str
-    value: Hashable
+    value: Hashable = field(compare=False)
+    key: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", constant_key(self.value)[1])
 
     def __str__(self) -> str:
         return repr(self.value)
@@ -214,8 +219,8 @@ class Signature:
         for what, now, then in zip(self.surroundings._fields, self.surroundings, other.surroundings, strict=True):
             if now != then:
                 out.append(f"{what} is {now} and was {then}")
-        for field, what in _MODES.items():
-            flags = zip_longest(getattr(self.mode, field), getattr(other.mode, field))
+        for kind, what in _MODES.items():
+            flags = zip_longest(getattr(self.mode, kind), getattr(other.mode, kind))
             if changed := sum(now != then for now, then in flags):
                 out.append(f"{what.format(changed)} changed")
         return out
@@ -293,7 +298,7 @@ class Arguments(NamedTuple):
                     return None
                 described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
             else:
-                described.append((type(x), x))  # with the type, since 1 == 1.0 == True
+                described.append(constant_key(x))
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = self.spec, tuple(described), id(mode), surroundings, deferred, modes
         try:
@@ -486,7 +491,7 @@ def check_constants(names: Sequence[str], values: Sequence[object], captured: Se
     the program.
     """
     for name, value, constant in zip(names, values, captured, strict=True):
-        if type(value) is not type(constant) or value != constant:
+        if constant_key(value) != constant_key(constant):
             raise InputError(
                 f"input {name!r} is {value!r}; the program was captured with {constant!r}, which is part of it",
                 fix="pass the captured value, lower the module for this one too, or pass it as a tensor",

@@ -36,6 +36,11 @@ class Net(nn.Module):
         return y if shift is None else y + shift
 
 
+class Signed(nn.Module):
+    def forward(self, x: Tensor, value: complex) -> Tensor:
+        return x.abs().copysign(torch.tensor(value.real)) / value.real
+
+
 @contextlib.contextmanager
 def world(ranks: int) -> Iterator[None]:
     """This process as rank 0 of a world whose collectives do nothing."""
@@ -198,6 +203,17 @@ def test_constants_without_lower(alone: DeviceMesh) -> None:
     for arguments in [(x,), (x, 2), (x, 2.5), (x, True, shift)]:
         torch.testing.assert_close(module(*arguments), model(*arguments))
     assert len(module.shardc.programs) == 4
+
+
+def test_constants_that_equal_differs_for(alone: DeviceMesh) -> None:
+    """0.0 == -0.0, but not to what is computed; NaN is not equal to itself, and needs a program only once."""
+    module = shardc.compile(Signed(), alone, shardc.fsdp("dp"), backend="eager")
+    x = torch.randn(4, 8)
+    nans = [float("nan") for _ in range(3)]  # objects of their own
+    for value in [0.0, -0.0, 0.0, *nans, complex(0.0, 1.0), complex(-0.0, 1.0)]:
+        expected = Signed()(x, value)
+        assert torch.equal(torch.signbit(module(x, value)), torch.signbit(expected))
+    assert len(module.shardc.programs) == 5
 
 
 def test_backward_twice(alone: DeviceMesh) -> None:

@@ -67,6 +67,9 @@ def test_a_wrong_dtype_and_a_wrong_number() -> None:
 
 def test_constants() -> None:
     check_constants(["scale", "causal"], [1.0, True], [1.0, True])
+    check_constants(["scale"], [float("nan")], [float("nan")])
+    with pytest.raises(InputError, match="input 'scale' is -0.0; the program was captured with 0.0"):
+        check_constants(["scale"], [-0.0], [0.0])
     with pytest.raises(InputError) as caught:
         check_constants(["scale", "causal"], [1.0, 1], [1.0, True])
     assert caught.value.what == "input 'causal' is 1; the program was captured with True, which is part of it"
