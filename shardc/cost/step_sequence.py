@@ -236,13 +236,14 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
     plans: list[MemoryPlan] = []
     placed: dict[int, tuple[int, ...]] = {}
     passed_on: list[tuple[Role, int]] = []
-    begins: list[int] = []
+    begins: list[int] = []  # position of the first op of each graph
     between: dict[tuple[object, ...], int] = {}  # of what one graph gives another, by kind and name: its position
     for half, microbatch in runs:
         first = len(builder.ops)
         begins.append(first)
         builder.at = {}
-        received: dict[tuple[object, ...], fx.Node] = {}
+        received: dict[tuple[object, ...], fx.Node] = {}  # values of other stages, by their keys
+        # An argument is what an earlier graph gives, else the op or input of this name, else a new input.
         for node in ir.placeholders(half.graph):
             saved, key = ("saved", node.name, half.stage, microbatch), _key(half, ir.role(node), microbatch)
             at = between.get(saved, between.get(key))
@@ -269,6 +270,7 @@ def of_runs(runs: Iterable[tuple[Half, int]], levels: Mapping[str, int]) -> Sequ
         outputs += builder.results(half.graph)
         plans.append(half.plan)
         placed |= {first + at: _placed(op, half.plan) for at, op in enumerate(builder.ops[first:]) if op.kind == START}
+    # Graphs use the same memory one after another; what is kept for a later graph is beside it.
     arena = max(plan.size(INSIDE) for plan in plans) + max(plan.size(KEPT) for plan in plans)
     return Sequence(tuple(builder.ops), outputs, arena, placed, tuple(passed_on), tuple(begins))
 

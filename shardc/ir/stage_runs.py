@@ -86,9 +86,9 @@ class StageRuns:
                 microbatch come first.
             openings: the loops before the forward; parameters that they send are sent with the others.
         """
-        takers: dict[tuple[str, str], tuple[set[int], Value]] = {}
+        takers: dict[tuple[str, str], tuple[set[int], Value]] = {}  # (kind, name) of an input -> stages that take it
         terms: dict[str, int] = {}
-        sent: dict[str, tuple[int, Value]] = {}
+        sent: dict[str, tuple[int, Value]] = {}  # value that crosses between stages -> (its stage, type)
         results: dict[tuple[str, Any], tuple[int, int, Value]] = {}
         grads: dict[str, tuple[int, Value]] = {}
         for stage, repeats, graph in graphs:
@@ -104,11 +104,13 @@ class StageRuns:
                     terms[role.name] = stage
                 elif role.kind == "transfer":
                     sent[role.name] = stage, value
+                # A parameter without dims is on all ranks: its gradient is a result for all.
                 elif role.kind == "grad" and role.name in stage_of and value.shape:
                     grads[role.name] = schedule.rank_of[stage_of[role.name]], value
                 elif role.kind in ("output", "buffer", "grad"):
                     key = role.kind, role.index if role.kind == "output" else role.name
                     results.setdefault(key, (stage, schedule.microbatches if repeats else 1, value))
+        # A dict for each boundary. A value crosses all boundaries from its stage to the farthest one that reads it.
         up: list[dict[str, Value]] = [{} for _ in schedule.rank_of[1:]]
         down: list[dict[str, Value]] = [{} for _ in schedule.rank_of[1:]]
         for name, (stage, value) in sent.items():
@@ -120,6 +122,7 @@ class StageRuns:
             for (kind, name), (stages, value) in takers.items()
             if kind == "param" and value.shape and (others := frozenset(stages - {stage_of[name]}))
         }
+        # What loops before the forward need of other stages is sent with the rest, so they send no copies themselves.
         for loop in openings:
             for name, (stage, others, value) in () if loop is None else loop.copies.items():
                 copies[name] = stage, others | copies.get(name, (stage, frozenset[int](), value))[1], value

@@ -101,9 +101,10 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
             fix="leave microbatches out of the plan, or take program.schedule() for numbers",
         )
     symbols_of = _symbols_of_inputs(program, dims)
-    base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}
+    base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}  # None: no dim has it
     has = {symbol: size is not None for symbol, size in base.items()}
     batch, sequence = base[BATCH] or 1, base[SEQUENCE] or 1
+    # A number is a polynomial in batch and sequence: as many samples as it has terms give its factors.
     degrees = [DEGREES[symbol] if has[symbol] else 0 for symbol in (BATCH, SEQUENCE)]
     powers = list(product(range(degrees[0] + 1), range(degrees[1] + 1)))
     points = [(batch * (1 + i), sequence * (1 + j)) for i, j in powers]
@@ -135,6 +136,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
         factors = solve * sympy.Matrix(values)
         return sympy.Add(*(c * BATCH**i * SEQUENCE**j for c, (i, j) in zip(factors, powers, strict=True)))
 
+    # Equal collectives, as of repeated layers -> how many there are.
     counts: dict[tuple[str, tuple[str, ...], tuple[str, ...], int, tuple[int, ...]], int] = {}
     for row, (_, kind, group, cut, itemsize) in enumerate(first.form):
         key = kind, group, cut, itemsize, tuple(x.sizes[row] for x in samples)
@@ -146,6 +148,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     costs = Costs(
         program.mesh, hardware, batch, sequence, moves, fitted([s.flops for s in samples]), first.schedule.dtype
     )
+    # The formulas are checked at sizes, and then at sizes of axes, that they are not fitted to.
     validation_point = (batch * (3 if has[BATCH] else 1), sequence * (4 if has[SEQUENCE] else 1))
     validation = sample(program.mesh, validation_point)
     _check_same_form(first, validation, f"{program.mesh} at {_point_text(validation_point, has)}")
