@@ -45,15 +45,15 @@ class Algorithm(ABC):
     @abstractmethod
     def seconds(self, group: Group, x: Value) -> float:
         """Returns the predicted seconds of this algorithm among the ranks of ``group``, for a local tensor of type
-        ``x``. Returns inf if the algorithm cannot be used for it.
+        ``x`` (dtype and shape). Returns inf if the algorithm cannot be used for it.
         """
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """Inserts the nodes of the algorithm at the insertion points ``at``; returns its result for the local tensor
-        ``x``.
+        """Inserts the nodes of the algorithm at the insertion points ``at`` (before the start, and before the wait, of
+        the collective that it replaces); returns its result for the local tensor ``x``.
 
-        Dim 0 of ``x`` divides by the ranks for a reduce-scatter.
+        The size of dim 0 of ``x`` is a multiple of the number of ranks for a reduce-scatter.
         """
 
 
@@ -74,7 +74,7 @@ class Group:
     algorithms: tuple[Algorithm, ...]
 
     def best(self, kind: str, x: Value) -> Algorithm:
-        """Returns the fastest algorithm of ``kind`` for a tensor of type ``x``."""
+        """Returns the fastest algorithm of ``kind`` for a local tensor of type ``x``, on a tie the first one."""
         return min(
             (algorithm for algorithm in self.algorithms if algorithm.kind == kind),
             key=lambda algorithm: algorithm.seconds(self, x),
@@ -89,7 +89,7 @@ class Group:
         return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
 
     def _wire(self, kind: str, x: Value) -> int:
-        """Returns the bytes that each rank sends in a collective of ``kind``."""
+        """Returns the bytes that each rank sends in a collective of ``kind``, whose local input is of type ``x``."""
         return wire_elements(kind, self.ranks, prod(x.shape)) * x.itemsize
 
 
@@ -129,12 +129,13 @@ class Spelling:
         """Inserts, before the wait, the reduction of ``pieces`` [ranks, ...] over dim 0 by the collective's reduce op;
         returns the result.
         """
+        # The dtype, since a sum of integers would else be in int64.
         target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
         return self.rest(target, pieces, dims, **kwargs)
 
     def behind(self) -> Spelling:
         """Returns the places for a second collective, which starts after the first one has arrived: all its nodes go
-        before the wait of the collective that is replaced.
+        before the wait of the collective that is replaced, so that only the first one overlaps with compute.
         """
         return replace(self, node=self.wait)
 
@@ -182,10 +183,11 @@ class ExchangedScatter(_Exchanged):
         chunk of this rank.
         """
         ranks, shape = at.group.ranks, value(x).shape
-        sizes = [shape[0] // ranks] * ranks
-        pieces = at.start(c10d.all_to_all_single.default, x, sizes, sizes, at.group.name)
-        pieces = at.rest(c10d.wait_tensor.default, pieces)
-        return at.reduced(at.rest(aten.reshape.default, pieces, [ranks, sizes[0], *shape[1:]]))
+        rows = shape[0] // ranks
+        sizes = [rows] * ranks  # chunk i goes to rank i; from each rank comes its term of this rank's chunk
+        started = at.start(c10d.all_to_all_single.default, x, sizes, sizes, at.group.name)
+        terms = at.rest(c10d.wait_tensor.default, started)
+        return at.reduced(at.rest(aten.reshape.default, terms, [ranks, rows, *shape[1:]]))
 
 
 class ExchangedGather(_Exchanged):
@@ -198,11 +200,12 @@ class ExchangedGather(_Exchanged):
         the gathered tensor.
         """
         ranks, shape = at.group.ranks, value(x).shape
-        lead, rest = (shape[0], shape[1:]) if shape else (1, ())
-        x = at.start(aten.expand.default, x, [ranks, *shape])
-        x = at.start(aten.clone.default, x, memory_format=torch.contiguous_format)
-        x = at.start(aten.reshape.default, x, [ranks * lead, *rest])
-        exchanged = at.start(c10d.all_to_all_single.default, x, [lead] * ranks, [lead] * ranks, at.group.name)
+        rows, row_shape = (shape[0], shape[1:]) if shape else (1, ())  # a tensor without dims is gathered as one row
+        copies = at.start(aten.expand.default, x, [ranks, *shape])
+        copies = at.start(aten.clone.default, copies, memory_format=torch.contiguous_format)
+        copies = at.start(aten.reshape.default, copies, [ranks * rows, *row_shape])
+        sizes = [rows] * ranks  # each rank sends, and receives, one shard per rank
+        exchanged = at.start(c10d.all_to_all_single.default, copies, sizes, sizes, at.group.name)
         return at.rest(c10d.wait_tensor.default, exchanged)
 
 
@@ -215,18 +218,20 @@ class TwoSteps(Algorithm):
         """Returns the predicted seconds of the reduce-scatter and the all-gather together; inf if the number of ranks
         does not divide the elements of ``x``.
         """
-        if prod(x.shape) % group.ranks:
+        elements = prod(x.shape)
+        if elements % group.ranks:
             return inf
-        flat = replace(x, shape=(prod(x.shape),))
-        piece = replace(x, shape=(prod(x.shape) // group.ranks,))
-        first, second = group.best("reduce_scatter", flat), group.best("all_gather", piece)
-        return first.seconds(group, flat) + second.seconds(group, piece)
+        flat = replace(x, shape=(elements,))
+        piece = replace(x, shape=(elements // group.ranks,))  # what a rank has between the two
+        scatter, gather = group.best("reduce_scatter", flat), group.best("all_gather", piece)
+        return scatter.seconds(group, flat) + gather.seconds(group, piece)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         """Inserts a reduce-scatter and an all-gather, each by its fastest algorithm; returns the reduced tensor."""
         shape = value(x).shape
         flat = at.start(aten.reshape.default, x, [prod(shape)])
         piece = at.group.best("reduce_scatter", value(flat)).spell(flat, at)
+        # The gather starts where the reduce-scatter is waited for.
         whole = at.group.best("all_gather", value(piece)).spell(piece, at.behind())
         return at.rest(aten.reshape.default, whole, list(shape))
 
@@ -267,6 +272,7 @@ class Algorithms:
     requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        # Listed first, since an algorithm inserts collectives of these kinds, too.
         native = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _KINDS]
         rewriter = GraphRewriter(gm.graph)
         changed = [node for node in native if self._replace(node, rewriter)]
@@ -284,8 +290,8 @@ class Algorithms:
         best = group.best(kind, value(x))
         if isinstance(best, Native):
             return False
-        (wait,) = node.users
-        result = best.spell(x, Spelling(node, wait, group, arguments.get("reduce_op", ""), rewriter))
-        rewriter.replace(wait, result, rename=True)
+        (wait,) = node.users  # only its wait reads a collective
+        result = best.spell(x, Spelling(node, wait, group, op=arguments.get("reduce_op", ""), rewriter=rewriter))
+        rewriter.replace(wait, result, rename=True)  # the wait goes with it
         rewriter.graph.erase_node(node)
         return True

@@ -45,16 +45,19 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
             continue
         elif is_start(node):
             # Before a maximum there may be large ops (the magnitudes of a weight), of which only the maximum is held.
-            largest = _is_maximum(node)
-            ops = _ops_before(node, free, any_size=largest)
-            free |= ops or set()
-            if ops is not None and (largest or move_kind(node) == "to_device") and output not in node.users:
+            is_maximum = _is_maximum(node)
+            ops_before = _ops_before(node, free, any_size=is_maximum)
+            free |= ops_before or set()
+            # A maximum and a move stand before a gather and move with it; a gather itself is placed by its callers.
+            moves_along = is_maximum or move_kind(node) == "to_device"
+            if ops_before is not None and moves_along and output not in node.users:
                 free.add(node)
                 early.add(node)
-        elif node.target is WAIT:
+        elif node.target is WAIT:  # of one of these starts: of others the start is not in ``early``
             if output not in node.users or ir.value(node).nbytes <= SMALL:  # backward reads what scaled a weight
                 free.add(node)
                 early.add(node)
+        # A light op becomes free only where a collective reads it (`_ops_before`).
         elif _tensor_bytes(node) is not None and not is_dense(node) and output not in node.users:
             early.add(node)
     return frozenset(free)
@@ -74,25 +77,29 @@ def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> s
     ops read the result of one that is not small.
     """
     ops: set[fx.Node] = set()
-    left = inf if any_size else max(SMALL, 2 * result_bytes(start))
+    # Bytes that these ops may yet add to what is held longer, from the earlier place on.
+    bytes_left = inf if any_size else max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)
     while todo:
         node = todo.pop()
         if node.op == "placeholder" or node in free or node in ops:
             continue
-        left -= _tensor_bytes(node) or 0
-        if left < 0:
+        bytes_left -= _tensor_bytes(node) or 0
+        if bytes_left < 0:
             return None
         ops.add(node)
         todo += node.all_input_nodes
-    only = ops | {start}
+    # A large result that other ops read would be held from the earlier place until these.
+    readers = ops | {start}
     large = [node for node in ops if (_tensor_bytes(node) or 0) > SMALL]
-    return ops if all(only.issuperset(node.users) for node in large) else None
+    return ops if all(readers.issuperset(node.users) for node in large) else None
 
 
 def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
-    """Moves each op in ``free`` to just before its first user: changes its position in ``priority``, in place."""
-    for node in reversed(graph.nodes):
+    """Moves each op in ``free`` to just before its first user: changes its position in ``priority`` (node -> position),
+    in place. The ops before a gather that moved so stand right before it.
+    """
+    for node in reversed(graph.nodes):  # users first
         if node in free:
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
 
@@ -121,15 +128,19 @@ def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.N
     wanted: Wanted = []
     params_of = parameters(graph) if entries else {}
     for entry in entries:
+        # The first op that computes in the entry's module: not a gather of its parameters, nor a cast of one.
         first = next((n for n in graph.nodes if n not in params_of and is_in(ir.info(n).origin.module, entry.module)
                       and n.op == "call_function" and not is_start(n) and not _is_wait(n)), None)  # fmt: skip
-        if first is None:
+        if first is None:  # this half computes nothing in the module
             continue
         in_flight = 0
         for gather in (n for n in params_of if collective_kind(n) == "all_gather"):
-            # Gathers that this module or an op before it reads start earlier anyway.
             is_listed = any(is_in(name, module) for name in params_of[gather] for module in entry.modules)
-            if is_listed and min(priority[u] for w in waits_of(gather) for u in w.users) > priority[first]:
+            if not is_listed:
+                continue
+            first_use = min(priority[user] for wait in waits_of(gather) for user in wait.users)
+            # Gathers that this module or an op before it reads start earlier anyway.
+            if first_use > priority[first]:
                 in_flight += result_bytes(gather)
                 wanted.append((entry, gather, first))
                 priority[gather] = min(priority[gather], priority[first] - 0.5)
@@ -168,7 +179,7 @@ def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
             role = reads.get(node.name) if ir.info(node).is_kept_part else ir.info(node).role
             if role is not None and role.kind == "param":
                 names[node] = frozenset([role.name])
-            elif role is not None and role.kind == "coordinate":
+            elif role is not None and role.kind == "coordinate":  # the rank's index, which selects a slice
                 names[node] = frozenset()
         elif node.op == "call_function" and node.all_input_nodes and all(x in names for x in node.all_input_nodes):
             names[node] = frozenset().union(*(names[x] for x in node.all_input_nodes))
