@@ -211,8 +211,8 @@ class Strategy:
 
 
 def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
-    """Return factor -> digits: how an operand at ``layout`` splits each of its factors. ``dims`` has the factors of
-    each dim of the operand.
+    """Return how an operand at ``layout`` splits each of its factors: factor -> digits (the radices of its index, each
+    bound to a mesh axis or local). ``dims`` has the factors of each dim of the operand.
 
     An axis is dropped (its digits become local) if it crosses the border of two factors and no part of it fits, or if
     it splits a factor that must be whole.
@@ -220,7 +220,7 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
     out: Assignment = {}
     for factors, digits in zip(dims, layout.dims, strict=True):
         out.update(_share_out(layout.mesh, tuple((f, spec.size(f), spec.splittable(f)) for f in factors), digits))
-    # Axes come first, so that each rank has one contiguous piece.
+    # Of an ordered factor each rank needs one contiguous piece: axes come first.
     for factor in spec.ordered & out.keys():
         out[factor] = canonical(layout.mesh, _axes_first(out[factor]))
     return out
@@ -237,8 +237,8 @@ def _axes_first(digits: Iterable[Digit]) -> list[Digit]:
 def _share_out(
     mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits
 ) -> tuple[tuple[str, Digits], ...]:
-    """Distribute the ``digits`` of a dim over its factors; return (factor name, its digits) for each. ``factors``:
-    (name, size, may be split) of each factor, the major one first.
+    """Distribute the ``digits`` of a dim (radices of its index, each bound to a mesh axis or local) over its factors;
+    return (factor name, its digits) for each. ``factors``: (name, size, may be split) of each, the major one first.
     """
     if any(size == 0 for _, size, _ in factors):  # nothing to split
         return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
@@ -279,8 +279,8 @@ def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
 
 
 def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
-    """Return the digits of each dim of an operand or result with factors ``dims``; a factor not in ``assignment`` is
-    local.
+    """Return the digits of each dim of an operand or result, given the factors ``dims`` of each dim and the digits of
+    each factor (``assignment``); a factor not in ``assignment`` is local.
     """
     out = []
     for factors in dims:
@@ -293,8 +293,8 @@ def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list
 def results_of(
     spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits], carried: Sequence[tuple[str, str]] = ()
 ) -> tuple[Layout, ...]:
-    """Return the layouts of the results under ``assignment``; ``carried`` are (axis, reduce op) of partials that pass
-    through.
+    """Return the layouts of the results if factors are split as in ``assignment`` (factor -> digits). ``carried``:
+    (axis, reduce op) of pending reductions of operands that pass through.
     """
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
@@ -302,7 +302,8 @@ def results_of(
         # A split does not change a replicated result; only ranks that take turns each have a term of it.
         if at in spec.replicated:
             present |= assignment.keys() - spec.in_turn
-        # An axis that splits both factors of a `Routed` leaves a sum where a result has neither.
+        # The op itself communicates over an axis that splits both factors of a `Routed`: a result with either of them
+        # is complete, and only one with neither is a sum.
         inside = routed if spec.routed and present & {spec.routed.rows, spec.routed.owners} else frozenset[str]()
         pending = dict(carried)
         for factor, digits in assignment.items():
@@ -316,6 +317,7 @@ def from_results(spec: Spec, layout: Layout) -> Strategy | None:
     """Return the strategy that computes the first result at ``layout`` and leaves no result partial; None if there
     is none.
     """
+    # Split the factors as the result has them, and check what that gives.
     mesh, assignment = layout.mesh, project(spec, spec.results[0], layout.without_partial())
     strategy = strategy_of(spec, mesh, assignment)
     if strategy.results[0] != layout or any(result.partial for result in strategy.results):
@@ -372,8 +374,8 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
 
 
 def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tuple[str, str]]) -> bool:
-    """Return whether the reductions that a strategy leaves pending can be done in any order: those of factors split by
-    ``assignment``, and those ``carried`` through.
+    """Return whether the reductions that a strategy leaves pending can be done in any order: those of factors that
+    ``assignment`` (factor -> digits) splits, and those ``carried`` through, as (axis, reduce op).
     """
     ops = {op for _, op in carried}
     for factor in assignment:
@@ -401,7 +403,7 @@ def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
     """Return whether a pending reduction ``op`` ("sum", "max") passes through an op to its results, if the operands at
     ``positions``, and no others, have this pending reduction.
     """
-    if spec.moves and positions == {0}:
+    if spec.moves and positions == {0}:  # elements keep their values, whatever reduces them later
         return True
     return op in ("sum", "avg") and positions in spec.linear
 
@@ -432,13 +434,13 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     split another of its factors. The caller adds the cost of redistributing the operands.
     """
     mesh = operands[0].mesh
-    # Each operand's layout as a split of the op's factors.
+    # Each operand's layout as a split of the op's factors: factor -> digits.
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
     if spec.routed is not None:
         proposals += required_splits(spec, mesh, spec.routed, proposals)
+    # The axes that are used. Where operands have an axis and a part of it, each part gets a choice of its own.
     bound = [axis for p in proposals for digits in p.values() for _, axis in digits if axis is not None]
     parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
-    # Where operands have an axis and a part of it, each part gets a choice of its own.
     if any(len(cut) > 1 for cut in parts.values()):
         proposals = [{f: cut_digits(mesh, digits, parts.__getitem__) for f, digits in p.items()} for p in proposals]
     if spec.flops:
@@ -541,6 +543,7 @@ def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
     """
     if digits is None:
         return other
+    # Cut both at the borders of both, so that they have digits of the same radices.
     fine, fine_other = refine(mesh, digits, strides(other)), refine(mesh, other, strides(digits))
     if fine is None or fine_other is None:
         return None

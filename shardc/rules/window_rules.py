@@ -96,7 +96,7 @@ class Pieces:
         if after:
             x = self.with_zero_padding(x)
         parts, shape = [x], self.layout.shape[self.dim]
-        # Farther than all other pieces there are only zeros.
+        # Number of elements from other pieces, in front and behind. Farther than these there are only zeros.
         reach = [min(count, shape - self.size) for count in (before, after)]
         for side, count in zip((-1, 1), reach, strict=True):  # in front, then behind
             # Neighbours from the nearest to the farthest that the window reaches; of the last maybe an edge only.
@@ -114,8 +114,7 @@ class Pieces:
         """Return this rank's piece of the whole dim shifted by ``by`` places towards its end (towards its begin if
         negative). Elements that nothing is shifted to are zero.
         """
-        # Padding behind the last element moves in.
-        if by < 0:
+        if by < 0:  # padding behind the last element moves to places of elements
             x = self.with_zero_padding(x)
         # The shifted piece begins at element ``begin`` of the piece ``away`` places on, and ends in the next.
         away, begin = divmod(-by, self.size)
@@ -150,19 +149,20 @@ class Pieces:
 
         The result has one element along the dim. A piece's total is the last of its running sums, or the first.
         """
-        edge = (0, 1) if reverse else (self.size - 1, self.size)
-        total = self.run(aten.slice.Tensor, sums, self.dim, *edge)
+        begin, end = (0, 1) if reverse else (self.size - 1, self.size)
+        total = self.run(aten.slice.Tensor, sums, self.dim, begin, end)
         shape = self.local.builder.shape(total)
         total = self.run(aten.clone.default, total, memory_format=torch.contiguous_format)
         started = self.run(torch.ops._c10d_functional.all_gather_into_tensor.default, total, self.ranks, self.group)
         totals = self.run(aten.reshape.default, self.run(WAIT, started), [self.ranks, *shape])
         piece = self.local.builder.coordinate(self.axes)
         added = None
-        # Every piece but the last in the direction of the sums, before which there is no other.
+        # The total of piece number ``at`` counts on ranks with a later piece (if ``reverse``, an earlier one). That of
+        # the last piece counts on none.
         for at, rank in enumerate(self.members[1:] if reverse else self.members[:-1], int(reverse)):
-            earlier = self.run(aten.lt.Scalar, piece, at) if reverse else self.run(aten.gt.Scalar, piece, at)
-            earlier = self.run(aten.reshape.default, earlier, [1] * self.layout.ndim)
-            term = zero_unless(self.local, earlier, self.run(aten.select.int, totals, 0, rank))
+            counts = self.run(aten.lt.Scalar, piece, at) if reverse else self.run(aten.gt.Scalar, piece, at)
+            counts = self.run(aten.reshape.default, counts, [1] * self.layout.ndim)
+            term = zero_unless(self.local, counts, self.run(aten.select.int, totals, 0, rank))
             added = term if added is None else self.run(aten.add.Tensor, added, term)
         return added
 
@@ -174,7 +174,9 @@ class Pieces:
         return self.run(aten.constant_pad_nd.default, x, pad, 0)
 
     def _broadcastable(self, mask: Emitted, size: int) -> Emitted:
-        """Return ``mask``, [size], with dims of size 1 for the dims behind the split one, so that it broadcasts."""
+        """Return ``mask``, a bool for each of ``size`` elements of the split dim, with dims of size 1 for the dims
+        behind that, so that it broadcasts.
+        """
         return self.run(aten.reshape.default, mask, [size, *[1] * (self.layout.ndim - 1 - self.dim)])
 
 
