@@ -60,7 +60,7 @@ class Calls:
         self.device = device
         self.record = Info("", None)
         self.traced: fx.Node | None = None
-        self._once: dict[object, object] = {}
+        self._once: dict[object, object] = {}  # key -> result of `once`
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns ``make()``, evaluated at the first call with ``key`` only."""

@@ -225,7 +225,7 @@ def _phases(graph: fx.Graph) -> list[Body]:
     """Returns the forward ops and the backward ops of ``graph``: a joint graph, or a forward with ops of backward."""
     ops = _calls(graph)
     of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
-    return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]
+    return [Body(of["forward"], "forward", step=1), Body(of["backward"], "early", step=-1)]
 
 
 class _Unfolding:
@@ -365,7 +365,7 @@ class _Unfolding:
         """
         for block, group in groupby(items, block_of):
             members = list(group)
-            if block == self.names.last:
+            if block == self.names.last:  # all its items for one copy, then all for the next
                 yield from ((x, shift) for shift in range(self.missing + 1)[::step] for x in members)
             else:
                 yield from ((x, self._shift(x, block)) for x in members)
@@ -404,7 +404,7 @@ class _Unfolding:
     def _add(self, node: fx.Node, shift: int) -> None:
         """Copies ``node`` to the graph of all blocks, with the counterparts of its operands ``shift`` blocks later."""
         place, name = self.places.get(node), node.name
-        if place is not None and place.block == self.names.last and shift:  # a copy of a node of the copied block
+        if place is not None and place.block == self.names.last and shift:  # a copy: forward's name, or its block's
             name = self.saved_as.get((name, shift), f"{name}_block_{self.names.run.first + place.block + shift}")
         moved = partial(self._counterpart, shift=shift)
         args, kwargs = fx.node.map_arg(node.args, moved), fx.node.map_arg(node.kwargs, moved)
@@ -418,7 +418,7 @@ class _Unfolding:
         new.meta.update(self.meta[node])
         record = self.names.renamed(ir.info(node), shift, place is not None)
         if record.role is not None and record.role.kind == "saved":
-            record = replace(record, role=replace(record.role, name=new.name))
+            record = replace(record, role=replace(record.role, name=new.name))  # forward's output has this name
         ir.set_info(new, record)
 
     def _output(self) -> None:
@@ -429,7 +429,7 @@ class _Unfolding:
         ]
         output = self.new.output(tuple(node for _, node in results))
         output.meta = dict(ir.output_node(self.source).meta)
-        index = count()
+        index = count()  # saved values are numbered anew
         output.meta[ir.ROLES] = tuple(
             replace(role, index=next(index)) if role.kind == "saved" else role for role, _ in results
         )
@@ -553,7 +553,7 @@ class Names:
             if place := self._split(name):
                 block, rest = place
                 moved = block + (shift if block < self.keep else self.missing)
-                cached = name.removesuffix(self.run.name(block, rest)) + self.run.name(moved, rest)
+                cached = name.removesuffix(self.run.name(block, rest)) + self.run.name(moved, rest)  # ``d.`` stays
             self._moved[name, shift] = cached  # many nodes share their module's name
         return cached
 

@@ -282,6 +282,7 @@ class _Cuts:
         for node in self.graph.nodes:
             if node in starts:
                 self._cut_collective(node)
+            # An op behind them: chunks of its operands may give chunks of its result. Other collectives stay whole.
             elif node not in self.cuts and collective_kind(node) is None:
                 read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts}
                 cut = through(node, read) if read else None
@@ -365,6 +366,7 @@ class _Cuts:
         while work:
             current = work.pop()
             for user in current.users:
+                # The next collective ends the search, as a product does.
                 user_cut = None if user in cuts or collective_kind(user) else through(user, {current: cuts[current]})
                 if user_cut is not None:
                     cuts[user] = user_cut
