@@ -46,6 +46,7 @@ class Loops:
         self.shapes = [v.shape for v in call.operands]
         self.names = [name for name, _ in call.named_operands()]
         self.result_shapes = [v.shape for v in call.results if v is not None]
+        # Of the factors declared so far, by name; kinds of those that are not FREE.
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}
         self._indexed: set[str] = set()
@@ -126,8 +127,8 @@ class Loops:
         return spec
 
     def broadcast(self, shape: Sequence[int], result: Sequence[int], prefix: str = "d") -> Dims:
-        """Return the factors of an operand of ``shape`` that broadcasts to ``result``: ``prefix0``, ``prefix1``, ...,
-        numbered by dims of the result. A dim of size 1 has none.
+        """Declare and return the factors of an operand of ``shape`` that broadcasts to the shape ``result``:
+        ``prefix0``, ``prefix1``, ..., numbered by dims of the result. A dim of size 1 has none.
         """
         lead = len(result) - len(shape)  # dims of the result that the operand lacks
         return tuple(
@@ -143,7 +144,7 @@ class Loops:
         leaves 3 x 2 viewed as 2 x 3.
         """
         assert prod(before) == prod(after), f"{list(before)} cannot be viewed as {list(after)}"
-        if prod(before) == 0:
+        if prod(before) == 0:  # no elements to split
             return self.dims("before", before, WHOLE), self.dims("after", after, WHOLE)
         left, right = _Run(before), _Run(after)
         shared = 0  # number of common factors so far
@@ -250,11 +251,12 @@ def rule(
 
     Args:
         op: name of the op, without ``aten.`` for an aten op; ``mylib::scale`` for others.
-        text: the notation.
+        text: the factors of each operand's and result's dims, such as "i k, k j -> i j" (see the module).
         linear: sets of operands, by position, that may be partial sums: ``"0|1"`` either, ``"0&1"`` both together.
         moves: the op only moves the elements of operand 0.
         localize: emits the op on local tensors; without it a factor that only results have is whole.
-        factors: kinds of factors: ``k="sum"``, ``d="whole"``.
+        factors: kinds of factors: the reduction that a split leaves pending (``k="sum"``), or ``d="whole"`` for one
+            that must not be split. Others may be split where every result has them.
 
     Raises:
         RuleError: the text cannot be read, or a factor is not in it; later, a call's shapes do not fit.
@@ -278,8 +280,8 @@ def rule(
 
 
 def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, str]) -> None:
-    """Raise RuleError if a key of ``factors`` is not a factor in ``text``, or its value is neither a reduce op nor
-    "whole".
+    """Raise RuleError if a key of ``factors`` (name of a factor -> its kind) is not in ``sides``, the dims of each
+    operand and result in ``text``, or if its value is neither a reduce op nor "whole".
     """
     for factor, kind in factors.items():
         if factor not in _names(sides):
@@ -294,8 +296,8 @@ def _names(sides: tuple[Dims, ...]) -> set[str]:
 
 
 def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return (factors of each operand's dims, factors of each result's dims); raises RuleError if the text cannot be
-    read.
+    """Return (factors of each operand's dims, factors of each result's dims) of a rule's ``text``, such as "i k, k j ->
+    i j"; raises RuleError if it cannot be read.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -304,8 +306,11 @@ def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def _side(text: str) -> Dims:
-    """Return the factors of each dim of an operand or result, given its ``text``, such as "i (j k)"."""
+    """Return the factors of each dim of an operand or result, given its ``text``: for "i (j k) 1" they are (i,), (j, k)
+    and ().
+    """
     dims: list[tuple[str, ...]] = []
+    # Names in parentheses, or a single name.
     for group, single in re.findall(r"\(([^()]*)\)|([^\s()]+)", text.strip()):
         names = group.split() if group else [single]
         if not all(re.fullmatch(r"[A-Za-z_]\w*|1|\.\.\.", name) for name in names):
@@ -342,7 +347,10 @@ def bind(
     left, right = (tuple(_only_sized(dims, sizes) for dims in side) for side in (left, right))
     reduce = tuple((f, op) for f, op in factors.items() if op != WHOLE and f in sizes)
     whole = frozenset(f for f, op in factors.items() if op == WHOLE)
-    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear=linear, moves=moves)
+    spec = Spec(
+        operands=left, results=right, sizes=tuple(sorted(sizes.items())), reduce=reduce, whole=whole, linear=linear,
+        moves=moves,
+    )  # fmt: skip
     spec.check(shapes, result_shapes, call.name)
     return spec
 
