@@ -142,33 +142,33 @@ class LostRanks:
         """
         if silent := self._silent(store):
             return silent
-        seen, work, first = {self.rank}, [*ranks], []
+        seen, work, not_waiting = {self.rank}, [*ranks], []
         while work:
             rank = work.pop(0)
             if rank in seen:
                 continue
             seen.add(rank)
-            if store.check([f"{self._waits}{rank}"]):
+            if store.check([f"{self._waits}{rank}"]):  # it gave up, too: look at those for whom it waited
                 work += json.loads(store.get(f"{self._waits}{rank}"))
             else:
-                first.append(rank)
+                not_waiting.append(rank)
         # All have given up if ranks wait for each other in a circle.
-        return sorted(first) or [*ranks]
+        return sorted(not_waiting) or [*ranks]
 
     def _silent(self, store: dist.Store) -> list[int]:
         """Returns the ranks that did not answer the roll call, that is, did not publish in the store that they are
         alive. Returns [] if the rank that calls the roll does not publish them in time.
         """
-        end, outcome = time.monotonic() + _ROLL, f"{self._roll}silent"
+        end, outcome_key = time.monotonic() + _ROLL, f"{self._roll}silent"
         if self._calls:  # this rank called the roll: it waits for the answers, and publishes who is silent
-            while time.monotonic() < end and store.add(f"{self._roll}answers", 0) < len(self.ranks):
+            while time.monotonic() < end and store.add(f"{self._roll}answers", 0) < len(self.ranks):  # 0: reads it
                 time.sleep(_PAUSE)
-            if not store.check([outcome]):
+            if not store.check([outcome_key]):
                 silent = [rank for rank in self.ranks if not store.check([f"{self._roll}{rank}"])]
-                store.set(outcome, json.dumps(silent))
-        while not store.check([outcome]):
-            if time.monotonic() > end + 1:  # the caller looks at each rank
+                store.set(outcome_key, json.dumps(silent))
+        while not store.check([outcome_key]):
+            if time.monotonic() > end + 1:  # a second for the caller's check of each rank, above
                 return []
             time.sleep(_PAUSE)
-        silent_ranks: list[int] = json.loads(store.get(outcome))
+        silent_ranks: list[int] = json.loads(store.get(outcome_key))
         return silent_ranks

@@ -65,6 +65,7 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     build = state.cache.build.for_copy()
     copied_state = type(state)(module_copy, state.spec, build, state.params.sync.for_copy(), {}, state.found)
     copied_state.around = copy.deepcopy(state.around, memo)
+    # Whether it was lowered, and the global shapes of shards, are facts about calls: they hold for the copy too.
     copied_state.cache.explicit, copied_state.cache.shapes = state.cache.explicit, dict(state.cache.shapes)
     # Under the guards that the module's cache has now: a first call may have set attributes that they compare.
     for key, program in state.cache.programs.items():
@@ -114,7 +115,7 @@ class ShardedModule(nn.Module):
         wrappers the AttributeError says what to call instead.
         """
         try:
-            return super().__getattr__(name)
+            return super().__getattr__(name)  # a parameter, buffer or submodule, or by the model's own `__getattr__`
         except AttributeError as error:
             namespace = vars(self).get("shardc")
             if namespace is not None and name in namespace.short_names() and not hasattr(type(self), name):
@@ -319,7 +320,7 @@ def _program(state: State, call: Arguments) -> tuple[Executable, Rows | None, bo
         # With dynamic sizes there may be a key for each size; these calls are looked up each time.
         if key is not None and not state.cache.build.dynamic.names:
             state.cache.calls[key] = entry
-    consistency.call = entry.event
+    consistency.call = entry.event  # the event of the call's backwards is made from it
     # Another event if values are compared below: all ranks must take part.
     consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
     compares = state.turns.due(entry.event.key)
@@ -329,7 +330,7 @@ def _program(state: State, call: Arguments) -> tuple[Executable, Rows | None, bo
         named = zip(state.cache.input_names(call.args, call.kwargs), call.leaves, strict=True)
         names = [name for name, x in named if isinstance(x, Tensor)]
         rows = Rows.exchanged(names, call.tensors, entry.row_axes, state.spec.groups, state.spec.device)
-        if not rows.even:
+        if not rows.even:  # its program depends on the row counts of all ranks, so it is not stored in `entry`
             return _uneven(state, rows, call), rows, compares
     if entry.program is None:
         with consistency.compiles():
@@ -378,6 +379,7 @@ def _uneven(state: State, rows: Rows, call: Arguments) -> Executable:
         program = state.cache.program_for(*examples)
         program.step(torch.is_grad_enabled())  # compiles the graphs of a step now, as part of this block
     state.cache.apply_assignments(program)
+    # Outputs with dims (all but a loss) are cut by the program's layout, as if rows were even.
     splits_outputs = any(role.layout and role.layout.shape for role in program.outputs if role.kind == "output")
     if splits_outputs and not state.spec.dtensor_outputs:
         raise InputError(

@@ -117,13 +117,13 @@ class _Originals:
         (`_replace`). Warns if the optimizer has parameters of a model that was compiled, which get no gradients, while
         the compiled module's have some.
         """
-        # Looked at once, and again if parameters were added.
+        # Each optimizer is looked at once, and again if parameters were added.
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._seen.get(optimizer) == sizes:
             return
         self._replace(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        trains = any(param.grad is not None for param in params)
+        trains = any(param.grad is not None for param in params)  # the user trains the original model on purpose
         idle = False  # whether neither the model nor the compiled module has gradients yet
         for pair, module in () if trains else self.pairs(params):
             idle = True
@@ -146,7 +146,7 @@ class _Originals:
             for at, param in enumerate(group["params"]):
                 pair, name = self._pairs.get(param, (None, ""))
                 module = pair.module() if pair is not None and pair.replaced else None
-                if module is None:
+                if module is None:  # not an original parameter, not of `shardc.shard`, or the module was deleted
                     continue
                 kind = type(optimizer).__name__
                 if optimizer.state.get(param):

@@ -81,7 +81,8 @@ def _operands(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree
     values = [*args, *kwargs.values()]
     lists = [x for x in values if isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x)]
     alone = [x for x in values if isinstance(x, Tensor)]
-    # A column has the operands that give one result; tensors beside them must be scalars.
+    # A column has the operands that give one result. Tensors beside the columns, such as a learning rate, must be
+    # scalars.
     if op._schema.name.startswith(_LISTS):
         columns, beside = [list(column) for column in zip(*lists, strict=True)], alone
     else:
@@ -152,7 +153,7 @@ def _norms(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     largest, terms = order == float("inf"), []
-    for tensor in tensors:
+    for tensor in tensors:  # this rank's term of each norm; 0 changes neither a sum nor a maximum
         local = tensor._local_tensor
         # Each shard counts once: of its replicas, the one at coordinate 0 of every replicated mesh dim.
         counts = all(not at or not p.is_replicate() for at, p in zip(coordinate, tensor.placements, strict=True))
@@ -165,6 +166,7 @@ def _norms(
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(mesh_dim))
     total = total if largest else total.pow(1.0 / order)
+    # A norm of complex numbers is real.
     norms = [
         replicated(norm.to(tensor.device, dtype or tensor.dtype.to_real()), mesh)
         for norm, tensor in zip(total.unbind(), tensors, strict=True)

@@ -137,7 +137,7 @@ class Owners:
     owners: list[Owner] = field(init=False)
 
     def __post_init__(self) -> None:
-        load = torch.zeros(max(self.groups.everyone()) + 1, dtype=torch.float64)
+        load = torch.zeros(max(self.groups.everyone()) + 1, dtype=torch.float64)  # by global rank
         # Largest first, each to the rank with the least load: a greedy balance.
         order = sorted(range(len(self.params)), key=lambda at: -update_cost(self.params[at].shape))
         chosen = {at: _choose_owner(self.params[at], load) for at in order}
@@ -164,9 +164,9 @@ class Owners:
         for batch in self._batches(shards):
             # Every rank sends its shards to the owners; only owners have boxes, and so expect pieces.
             pieces = self._exchange(
-                [(self.owners[shards[at][0]].rank, shards[at][1]) for at in batch],
-                [(rank, box.shape) for at in batch for rank, box in self.owners[shards[at][0]].boxes.items()],
-                shards[batch[0]][1],
+                sent=[(self.owners[shards[at][0]].rank, shards[at][1]) for at in batch],
+                expected=[(rank, box.shape) for at in batch for rank, box in self.owners[shards[at][0]].boxes.items()],
+                like=shards[batch[0]][1],
             )
             for at in batch:
                 owner = self.owners[shards[at][0]]
@@ -184,6 +184,7 @@ class Owners:
             shards: (index of a parameter, this rank's shard, the whole tensor on its owner).
         """
         for batch in self._batches([(at, local) for at, local, _ in shards]):
+            # The reverse of `gather`: an owner sends each rank its box of the whole tensor.
             sent = [
                 (rank, whole[box.index])
                 for index, _, whole in (shards[at] for at in batch)
@@ -238,7 +239,8 @@ class Owners:
             outgoing[rank].append(x.reshape(-1))
         for rank, shape in expected:
             incoming[rank].append(prod(shape))
-        kind = self.params[0].device_mesh.device_type  # parameters on the host travel from there
+        # Through memory of the mesh's devices, also for parameters on the host; in the group's order of ranks.
+        kind = self.params[0].device_mesh.device_type
         flat = torch.cat([like.new_empty(0), *chain.from_iterable(outgoing.values())]).to(kind)
         sizes_sent = [sum(map(len, tensors)) for tensors in outgoing.values()]
         sizes_received = list(map(sum, incoming.values()))
@@ -270,6 +272,7 @@ def _choose_owner(param: DTensor, load: Tensor) -> tuple[int, ...]:
             others = [at for at in range(most.shape[dim]) if at != placement.owner]
             most.index_fill_(dim, torch.tensor(others), torch.inf)
     best = torch.unravel_index(most.argmin(), most.shape)
+    # Global ranks of the owners, one per replica.
     owners = ranks[tuple(int(best[dim]) if dim in dims else slice(None) for dim in range(ranks.dim()))]
     load[owners.flatten()] += update_cost(param.shape)
     return tuple(int(best[dim]) for dim in dims)

@@ -172,7 +172,7 @@ def _load(
             continue
         if loaded.shape != param.shape or loaded.is_meta:
             continue  # torch raises its own error
-        shard = _shard(loaded.detach(), param, storage, rank)
+        shard = _shard(loaded.detach(), param, storage, rank)  # padded
         if param.is_meta:  # it has no memory to copy to
             refill(param, home.keep(shard.to(param.dtype, copy=True)), storage, rank)
         else:
@@ -318,6 +318,7 @@ class ParamStore:
         """
         if self.fresh and self.spec.groups is not None:
             tensors = [*self.snapshot.parameters.items(), *self.snapshot.buffers.items()]
-            first = {id(x): (name, x) for name, x in reversed(tensors)}  # the first name of what is tied
-            compare_values(name, dict(reversed(first.values())), self.spec.stored, self.sources, self.spec.groups)
+            # Each tensor once, by its first name if it is tied: in reverse, the first name is written last.
+            named = {id(x): (name, x) for name, x in reversed(tensors)}
+            compare_values(name, dict(reversed(named.values())), self.spec.stored, self.sources, self.spec.groups)
             self.fresh = False

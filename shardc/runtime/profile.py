@@ -94,7 +94,8 @@ class _Buckets(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # An op is written "namespace.name.overload", an event of the profiler "namespace::name".
-        name = next(self._names, None) if _kind(str(func).replace(".", "::", 1).partition(".")[0]) else None
+        starts = _kind(str(func).replace(".", "::", 1).partition(".")[0])
+        name = next(self._names, None) if starts else None  # collectives start in the graph's order, as the names are
         with nullcontext() if name is None else record_function(name):
             return func(*args, **kwargs or {})
 
@@ -166,16 +167,17 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     sends, sent_messages = named("c10d::send"), named("gloo:send")
     receives, received_messages = named("c10d::recv_"), named("gloo:recv")
     # All-reduces without messages of their own are carried out by the backend: its events have their ends and sizes.
-    whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
-    backend = named("gloo:all_reduce")
+    by_backend = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
+    in_backend = named("gloo:all_reduce")
     # Gloo labels other collectives all_reduce too. If there are more of them than calls, they cannot be matched.
-    backend_event_of = dict(zip(map(id, whole), backend, strict=True)) if len(whole) == len(backend) else {}
+    matches = len(by_backend) == len(in_backend)
+    backend_event_of = dict(zip(map(id, by_backend), in_backend, strict=True)) if matches else {}
     ran = []
     for event, kind in calls:
         # Its messages: those that c10d calls within the collective's call have started.
         sent = [x for call, x in zip(sends, sent_messages, strict=True) if _inside(call, event)]
         received = [x for call, x in zip(receives, received_messages, strict=True) if _inside(call, event)]
-        native = backend_event_of.get(id(event), event)
+        native = backend_event_of.get(id(event), event)  # the call itself if no event of the backend matches
         start, _ = span(event)
         end = max(span(x)[1] for x in (event, native, *sent, *received))
         sent_bytes = sum(count * size for count, size in map(_payload, sent)) if sent else None

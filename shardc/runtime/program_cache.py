@@ -184,7 +184,7 @@ class ProgramCache:
             guards: by default those of the program.
         """
         key = CacheKey(program.key.call, guards or program.guards, program.deferred)
-        # Values that captures of this call have read -> key of the program for them.
+        # For the warning: values that captures of this call have read -> key of the program for them.
         variants = {at.guards.values: at for at in self.programs if at.call == key.call}
         # A key is (call, guards, deferred): at[::2] is (call, deferred).
         equal = [at for at in self.programs if at[::2] == key[::2] and at.guards.equals(key.guards)]
@@ -240,7 +240,8 @@ class ProgramCache:
         ):
             raise no_targets(self.params.view, self.spec.targets)
         deferred = NOTHING if evaluates else self.params.sync.deferred()
-        # Only a trace tells whether the model reads the grad mode; if so, a call without gradients has its own program.
+        # Only a trace tells whether the model reads the grad mode; if so, a call without gradients has its own program:
+        # it is traced in grad mode first, and then once more without.
         for grad in True, False:
             with tracing(grad):
                 example = Example(args, kwargs, self.with_loss(args, kwargs))
@@ -260,7 +261,7 @@ class ProgramCache:
             needs_dumps: as in `program_for`.
             evaluates: whether it is a call without gradients.
         """
-        sized = self._sized(call, example, deferred)
+        sized = self._sized(call, example, deferred)  # None without dynamic sizes
         program = in_cache = self.find(call, deferred) if sized is None else sized
         if needs_dumps and in_cache is not None and in_cache.from_store:
             # Of a program from the store, `_shown` has one compiled with its stages, if it was asked for before.
@@ -320,7 +321,7 @@ class ProgramCache:
                 changed = [f"{name} is {x} and was {was.get(name)}" for name, x in values if was.get(name) != x]
                 return _listed(changed or ["the graphs of each pass are needed, which a stored program lacks"])
         for key in latest_first:
-            if key.call == call:
+            if key.call == call:  # then the deferred gradients differ
                 return f"{len(deferred.names)} gradients stay unreduced and {len(key.deferred.names)} did (no_sync)"
         # The nearest call is the one with the fewest differences.
         return _listed(min((call.differences(key.call) for key in latest_first), key=len))
@@ -358,6 +359,7 @@ class ProgramCache:
         before the one that the plan implies.
         """
         by_plan = self.spec.global_shapes(local)
+        # `setdefault`: returns the shape that is recorded, and records that of the plan otherwise.
         return [self.shapes.setdefault(named, shape) for named, shape in zip(local, by_plan, strict=True)]
 
     def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
@@ -397,7 +399,7 @@ class ProgramCache:
         if reads.sets:
             at = Lookup(self.params.view, self.build.loss, reads.scopes)
             for expression, value in reads.sets:
-                _, owner, name = parse(expression)  # expression of an attribute: of its object, and its name
+                _, owner, name = parse(expression)  # ("attribute", path of its object, its name)
                 setattr(at(owner), name, value)
             self.add(program, Guards.of(reads, self.params.view, self.build.loss))
 

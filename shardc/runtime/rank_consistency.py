@@ -115,6 +115,7 @@ class RankConsistency:
         if self._meeting.invited is not None:  # another rank waits in `meet` for this one
             self._meeting.on_event(self._connected(), self.number + 1, event.lines[0][1])
         past, key = self._past, event.key  # the key is a hash of the event
+        # Predicted: the event one period ago. None if fewer are known.
         expected = past[-self._period] if self._period <= len(past) else None
         # Not predicted: the new period is the distance to the last occurrence of this event.
         if key != expected:
@@ -243,7 +244,8 @@ class RankConsistency:
         if isinstance(error, CollectiveError) or self._meeting_error() is error:
             return
         with self._lock:
-            # A failure within an event makes ranks raise that are in this event too, not only in a later one.
+            # Ranks raise behind the event that the message names: this rank's last one or, if it failed within that, the
+            # one before, so that ranks in the same event raise too.
             number = self.number - (self._failed_in_event or self._waits_at is not None)
             self._begin_anew()
         with suppress(RuntimeError):  # the store is gone
@@ -297,8 +299,8 @@ class RankConsistency:
         if heard is not None:  # else the store may end with this rank, before others have read it
             with suppress(RuntimeError):
                 self._connected().wait([heard], timedelta(seconds=_HEARD))
-                self._broken |= self._connected().check([f"{self._prefix}broken"])
-        if not self._broken:
+                self._broken |= self._connected().check([f"{self._prefix}broken"])  # another rank aborted collectives
+        if not self._broken:  # else the groups are of no use, and no event can follow
             with self._lock:
                 self._begin_anew()
         return MeshError(error.what, source=error.source, fix=error.fix)

@@ -143,7 +143,7 @@ class ReadOnly(Tensor):
         for x in _written(func, args, kwargs):
             if isinstance(x, ReadOnly):
                 x.shared.refuse()
-        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # asked by ``y.data = x``
             return False  # it cannot become the .data of another tensor
         if func is torch.ops.aten.detach_.default:  # writes nothing
             return args[0]
@@ -178,6 +178,8 @@ def _written(func: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTre
     if schema is None or func is torch.ops.aten.detach_.default:
         return
     yield from written(func, args, kwargs)
-    if schema.name == "aten::set_" or (func.namespace == "c10d" and schema.name != "c10d::send"):
+    if schema.name == "aten::set_":
+        yield from pytree.tree_leaves(args)  # also the tensor whose memory the first argument takes over
+    elif func.namespace == "c10d" and schema.name != "c10d::send":
         # Collectives write their first argument, and their schemas do not say so.
-        yield from pytree.tree_leaves(args[0] if schema.name != "aten::set_" else args)
+        yield from pytree.tree_leaves(args[0])

@@ -46,7 +46,7 @@ class Turns:
         if kind not in counts and len(counts) >= _APART:
             kind = ""  # the count that further kinds share, so that memory is bounded
         count = counts[kind] = counts.get(kind, 0) + 1
-        return count & (count - 1) == 0 or count == 3 or count % _EVERY == 0
+        return count & (count - 1) == 0 or count == 3 or count % _EVERY == 0  # the first: powers of 2
 
 
 def compare_values(
@@ -68,7 +68,7 @@ def compare_values(
     Raises:
         MeshError: on every rank, if replicas differ; names the tensor and the ranks.
     """
-    consistency, groups = groups.consistency, groups.whole
+    consistency, groups = groups.consistency, groups.whole  # the ranks of all stages
     if consistency.alone:
         return
     fingerprints: dict[str, tuple[int, int | None]] = {}  # fingerprints of the shard, and of what it was cut from
@@ -77,6 +77,7 @@ def compare_values(
         # If the shard has changed since it was cut, the unsharded tensor says nothing about it.
         of_source, of_shard_then = sources.get(key, (None, None))
         fingerprints[key] = of_shard, of_source if of_shard_then == of_shard else None
+    # Names, shapes and layouts are compared as an event, at which ranks exchange their fingerprints.
     stored = {key: f", stored as {storage}" for key, storage in storages.items()}
     listed = "\n".join(f"{key} of shape {list(x.shape)}, {x.dtype}{stored.get(key, '')}" for key, x in tensors.items())
     event = Event((("event", f"first use of the values of {name}"), ("parameters and buffers", listed)))
@@ -165,6 +166,7 @@ def compare_inputs(
     shared = {key: x for key, x in passed.items() if prod(map(mesh.size, x.split)) < mesh.ranks}
     if consistency.alone or not shared:
         return
+    # Input -> the rank with whose values this rank compares its own.
     first = {key: _first_replica(x.split, groups) for key, x in shared.items()}
     fingerprints = {key: _fingerprint(x.value) for key, x in shared.items()}
     event = Event((("event", f"comparison of inputs of {name}"), ("inputs", ", ".join(fingerprints))))

@@ -40,8 +40,7 @@ class Routing:
         if not noted.counts and not noted.loads:
             return
         before = dict(self.tokens) if adds else {}
-        # Layers that did not run in this forward have no counts.
-        if noted.counts:
+        if noted.counts:  # layers that did not run in this forward have no counts
             self.tokens.clear()
         for name, (counts, over) in zip(experts_in(graph, NOTED), noted.counts, strict=False):
             self.tokens[name] = (counts + before[name][0] if name in before else counts), over

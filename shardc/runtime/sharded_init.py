@@ -87,7 +87,8 @@ class Lazy(torch.Tensor):
         if func is aten.slice.Tensor:
             # dim, start, end and step, with the op's defaults.
             arguments: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
-            return cls(metas, _narrowed(source, arguments[0], range(source.shape[arguments[0]])[slice(*arguments[1:])]))
+            dim, *bounds = arguments
+            return cls(metas, _narrowed(source, dim, positions=range(source.shape[dim])[slice(*bounds)]))
         if func is aten.index_select.default:
             return cls(metas, _narrowed(source, args[1], args[2].tolist()))
 
@@ -392,6 +393,7 @@ class Virtual(torch.Tensor):
             return _on_whole(func, args, kwargs)
         if func in _FACTORIES and isinstance(target, Virtual):
             return _factory(func, target, args, kwargs)
+        # From here on, ops that write the shard of their first argument.
         if not isinstance(target, Virtual) or not is_inplace(func):
             raise unsupported(func, views[0])
         # `draw` fills in the order of flat indices, as torch does for contiguous tensors only.
@@ -450,6 +452,7 @@ def _elementwise(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwar
             raise unsupported(func, target, "from a tensor on meta, which has no values")
         if other.dim() == 0:
             return other
+        # A plain operand is whole on every rank.
         shard = torch.broadcast_to(other, piece.shape)
         for dim, index in enumerate(piece.indices):
             shard = take(shard, dim, index)
@@ -476,6 +479,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
     for stride in strides:
         start, rest = divmod(rest, max(stride, 1))
         starts.append(start)
+    # For each dim of the view, the parameter's dim; then for each of these dims, the view's size.
     sources = _source_dims(func, view, starts, strides)
     lengths = {source: size for source, size in zip(sources, view.shape, strict=True) if source is not None}
     local = shard.local
@@ -491,6 +495,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
     single = [dim for dim in range(len(shard.shape)) if dim not in lengths]
     if any(not indices[dim] for dim in single):
         return Piece(shape, held_by_view, None)
+    # In the order of the view's dims. Those of one index have size 1, and vanish or become its dims of size 1.
     return Piece(shape, held_by_view, local.permute(*lengths, *single).view(list(map(len, held_by_view))))
 
 
@@ -508,6 +513,7 @@ def _source_dims(func: object, view: Virtual, starts: Sequence[int], strides: Se
         fitting = [d for d, stride in enumerate(strides) if stride == view_stride and shape[d] > 1 and d not in sources]
         if size == 1:
             sources.append(None)
+        # The range must end within the dim.
         elif fitting and starts[fitting[0]] + size <= shape[fitting[0]]:
             sources.append(fitting[0])
         else:

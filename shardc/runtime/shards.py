@@ -220,6 +220,7 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
             copies.append([local.new_zeros(layout.shape) for _ in range(terms)])
         copies[replicas[index]][_term(layout, rank)][indices(layout, rank)] = local
         replicas[index] += 1
+    # Each replica of all shards gives the global tensor.
     first, *others = (_reduced(whole, layout) for whole in copies)
     for other in others:
         assert same(first, other), f"replicas of {layout} differ"

@@ -146,7 +146,7 @@ class StageLink:
             group = self._group(message)
             sends = dist.get_rank(group) == message.source
             peer = dist.get_global_rank(group, message.target if sends else message.source)
-            kind, name, at = message.keys[0]
+            kind, name, at = message.keys[0]  # the first value of the message: (kind, name, microbatch)
             more = f" and {len(message.keys) - 1} more" if len(message.keys) > 1 else ""
             raise CollectiveError(
                 f"rank {place(dist.get_rank())} {'sent' if sends else 'waited for'} {kind} %{name}{more} of microbatch "

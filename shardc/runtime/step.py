@@ -119,7 +119,7 @@ def check(
     ]
     if not groups.any(bool(bad)):
         return
-    place = -groups.most(-first)  # the least of all ranks
+    place = -groups.most(-first)  # the least of all ranks, whose graphs have the same nodes
     nodes = list(half.gm.graph.nodes)
     if place == _NOWHERE:  # no op of any rank has the first NaN
         raise BackwardError("a gradient that came into the backward of a compiled module is NaN")
@@ -278,7 +278,7 @@ class Runner:
         """
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
-        if BACKWARD in peaks:  # with the results that forward keeps for it
+        if BACKWARD in peaks:  # with the results that forward leaves in memory for it
             peaks[BACKWARD] = plans[BACKWARD].peak_after(plans[FORWARD])
         return peaks
 
@@ -339,7 +339,7 @@ class Runner:
         gradients by parameter name.
         """
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
-        if key not in self._reductions:
+        if key not in self._reductions:  # a graph is compiled for each set of sums
             with self.groups.consistency.compiles():
                 self._reductions[key] = self.program.reduction(key)
         # The graph takes the sums in the order of `key`, and coordinates among them.
@@ -460,7 +460,7 @@ def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
     named = named_groups(graph, groups.mesh)
     registered = groups.add(named.values())
     rename = {x: registered[group_name(axes)] for x, axes in named.items()}
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes:  # a group is an argument of a collective, by its name
         if any(isinstance(x, str) and x in named for x in (*node.args, *node.kwargs.values())):
             node.args = tuple(rename.get(x, x) if isinstance(x, str) else x for x in node.args)
             node.kwargs = {k: rename.get(x, x) if isinstance(x, str) else x for k, x in node.kwargs.items()}

@@ -63,7 +63,7 @@ def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) ->
         at = flat_index(storage.mesh, storage.dim_axes(dim), rank)
         return range(min(at * block, size), min((at + 1) * block, size))
     index = storage.local_index(dim, rank)  # ascending: padding is at the end
-    return index[: bisect_left(index, size)]
+    return index[: bisect_left(index, size)]  # those below the unpadded size
 
 
 def unpadded_shape(storage: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -125,6 +125,7 @@ def to_parameter(
     local = cut(padded, unpadded_shape(storage, shape, rank)).contiguous()
     expected, _ = compute_local_shape_and_global_offset(tuple(shape), device_mesh, spec.placements, skip_offset=True)
     if tuple(local.shape) != tuple(expected):
+        # Axes that split a padded dim: over several, DTensor cuts in another way.
         axes = {axis for dim, size in enumerate(shape) if storage.shape[dim] != size for axis in storage.dim_axes(dim)}
         fix = f"split the dim that does not divide over one axis only, not over {sorted(axes)}"
         if Mesh.of(device_mesh) != storage.mesh:
