@@ -244,8 +244,8 @@ class RankConsistency:
         if isinstance(error, CollectiveError) or self._meeting_error() is error:
             return
         with self._lock:
-            # Ranks raise behind the event that the message names: this rank's last one or, if it failed within that, the
-            # one before, so that ranks in the same event raise too.
+            # Ranks raise behind the event that the message names: this rank's last one or, if it failed within that,
+            # the one before, so that ranks in the same event raise too.
             number = self.number - (self._failed_in_event or self._waits_at is not None)
             self._begin_anew()
         with suppress(RuntimeError):  # the store is gone
