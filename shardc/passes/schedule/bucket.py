@@ -53,37 +53,40 @@ class ByLink:
 
     def max_bytes(self, graph: fx.Graph, collectives: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Returns collective -> the limit of bytes of a bucket that it may join (per rank, of the larger one of input
-        and result).
+        and result). Collectives of the same op and group have the same limit.
         """
-        blocks: dict[tuple[Any, str], Counter[str]] = {}
+        block_bytes: dict[tuple[Any, str], Counter[str]] = {}  # (op, group) -> repeated block -> its bytes
         params = _parameter_of(graph)
         for node in collectives:
             if block := _repeated_block(params.get(node, "")):
-                blocks.setdefault(_op_and_group(node), Counter())[block] += _wire_size(node)
+                block_bytes.setdefault(_op_and_group(node), Counter())[block] += _wire_size(node)
         limits = {_op_and_group(node): self._by_latency(node) for node in collectives}
         # At most one repeated block, so that its first gather is not later than with a unit per block.
-        for kind, sizes in blocks.items():
-            limits[kind] = min(limits[kind], max(sizes.values()))
+        for op_and_group, by_block in block_bytes.items():
+            limits[op_and_group] = min(limits[op_and_group], max(by_block.values()))
         return {node: limits[_op_and_group(node)] for node in collectives}
 
     def _by_latency(self, node: fx.Node) -> int:
         """Returns the size in bytes of a bucket of collectives like ``node`` at which latency is a twentieth of the
         time, at most a sixty-fourth of a rank's memory.
         """
-        where = route(self.mesh, group_of(node, self.mesh)[0], self.hardware.node)
-        latency = price(self.hardware, str(collective_kind(node)), where, 0.0).seconds
+        axes, _ = group_of(node, self.mesh)
+        where = route(self.mesh, axes, self.hardware.node)  # how the group's ranks lie on nodes
+        latency = price(self.hardware, str(collective_kind(node)), where, 0.0).seconds  # of zero bytes
         return int(min(20 * latency * where.ring_bandwidth(self.hardware), self.hardware.memory / 64))
 
 
 def _parameter_of(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Returns node -> name of a parameter, for nodes that are computed from it alone, or that lead to its gradient
-    alone.
+    """Returns node -> name of a parameter, for nodes that are computed from it alone (such as its gather), or that lead
+    to its gradient alone (such as its reduce-scatter).
     """
     out = {node: ir.role(node).name for node in ir.placeholders(graph, "param")}
     for node in graph.nodes:
+        # A coordinate (the rank's index) only selects a slice. None stands for an input of any other origin.
         names = {out.get(x) for x in node.all_input_nodes if not is_coordinate(x)}
         if node.op == "call_function" and len(names) == 1 and (name := names.pop()) is not None:
             out[node] = name
+    # The same from the outputs backwards.
     grads = {x: role.name for role, x in ir.outputs(graph) if role.kind == "grad" and isinstance(x, fx.Node)}
     for node in reversed(graph.nodes):
         names = {grads.get(user) for user in node.users if user.op != "output"}
@@ -93,14 +96,16 @@ def _parameter_of(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _repeated_block(name: str) -> str:
-    """Returns the repeated block of a parameter: its name up to the first number; "" if it is in none."""
+    """Returns the repeated block of a parameter, its name up to the first number, such as ``layers.0`` of
+    ``layers.0.attn.weight``; "" if it is in none.
+    """
     parts = name.split(".")
     first = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
     return "" if first is None else ".".join(parts[: first + 1])
 
 
 def _op_and_group(node: fx.Node) -> tuple[Any, str]:
-    """Returns (op, name of the process group) of a collective."""
+    """Returns (op, name of the process group) of a collective, by which limits of buckets are chosen."""
     return node.target, str(arguments_of(node)["group_name"])
 
 
@@ -130,12 +135,13 @@ class Bucket:
     requires = ("partition",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        priority = positions(gm.graph)
+        priority = positions(gm.graph)  # node -> position in the new order
         rewriter = GraphRewriter(gm.graph)
         free = prefetchable(gm.graph)
         for bucket in self._buckets(gm.graph, priority, free):
             if len(bucket.members) > 1 or self.direct:
                 self._coalesce(rewriter, bucket, priority)
+        # Casts and moves before a member may stand later than the bucket now: put them before it.
         sink_to_first_use(gm.graph, free, priority)
         reorder(gm.graph, priority)
         gm.recompile()
@@ -150,17 +156,18 @@ class Bucket:
             free: ops that can move to an earlier position, as from `prefetchable`.
         """
         buckets: list[_OpenBucket] = []
-        newest: dict[tuple[object, ...], _OpenBucket] = {}
-        bucket_of: dict[fx.Node, _OpenBucket] = {}
-        level = leaving(graph)
+        newest: dict[tuple[object, ...], _OpenBucket] = {}  # by kind: only the last bucket of each may grow
+        bucket_of: dict[fx.Node, _OpenBucket] = {}  # of the waits of its members, and of what only moves these
+        level = leaving(graph)  # nodes on the way from a collective to the output -> number of collectives before
         fusible = _in_turn(graph, free, level)
         limits = (
             dict.fromkeys(fusible, self.size) if isinstance(self.size, int) else self.size.max_bytes(graph, fusible)
         )
         for node in fusible:
-            # Chunks of a collective (`piece`) stay apart, as each overlaps with compute on another chunk.
+            # The arguments behind the input: reduce op, number of ranks, group. Chunks of a collective (`piece`) stay
+            # apart, as each overlaps with compute on another chunk.
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
-            ready = -1.0
+            ready = -1.0  # position of the last input; inputs of the graph are there from the start
             for x in node.all_input_nodes:
                 if x in bucket_of:
                     # An input from another bucket is ready when that one is, so its place is fixed from here on.
@@ -168,9 +175,10 @@ class Bucket:
                     ready = max(ready, bucket_of[x].position)
                 elif x.op != "placeholder" and x not in free:
                     ready = max(ready, order[x])
+            # What only leaves the graph is used at its end.
             used = [order[user] for wait in node.users if wait not in level for user in wait.users]
             use = min(used, default=float(len(order)))
-            bucket = _OpenBucket([node], order[node], ready, use, _wire_size(node))
+            bucket = _OpenBucket([node], first=order[node], ready=ready, use=use, size=_wire_size(node))
             if key in newest and newest[key].has_room_for(bucket, limits[node]):
                 newest[key].add(bucket)
             else:
@@ -191,13 +199,14 @@ class Bucket:
         values = tuple(ir.value(node) for node in bucket.members)
         # Anywhere: the order of nodes follows from ``priority``.
         at = rewriter.before(end, like=first, suffix="bucket")
+        # The members' other arguments (reduce op, number of ranks, group) are the same.
         fused = at.typed(values, target, [node.args[0] for node in bucket.members], *first.args[1:])
         fused.meta["val"] = [node.meta["val"] for node in bucket.members]
         priority[fused] = bucket.position
         for number, node in enumerate(bucket.members):
             result = rewriter.before(end, like=node).call(getitem, fused, number)
             priority[result] = bucket.position
-            for wait in node.users:
+            for wait in node.users:  # not before the bucket, which may stand later than this member did
                 priority[wait] = max(priority[wait], bucket.position)
             del priority[node]
             rewriter.replace(node, result, rename=True)
@@ -216,6 +225,7 @@ def _in_turn(graph: fx.Graph, free: frozenset[fx.Node], level: Mapping[fx.Node, 
     for node in filter(free.__contains__, graph.nodes):
         before[node] = max((before[x] + is_start(x) for x in node.all_input_nodes if x in before), default=0)
     fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
+    # The sort is stable: otherwise in the order of the graph.
     return sorted(fusible, key=lambda node: (node not in free, before.get(node, level.get(node, 0))))
 
 
@@ -244,14 +254,14 @@ class _OpenBucket:
 
     def has_room_for(self, other: _OpenBucket, limit: int) -> bool:
         """Returns whether the bucket ``other`` can join this one: this one is not closed, together they have at most
-        ``limit`` bytes (-1: no limit), and all inputs are there before the first use of a result.
+        ``limit`` bytes (-1: no limit; 0: no buckets), and all inputs are there before the first use of a result.
         """
         fits = limit < 0 or self.size + other.size <= limit
-        place = max(self.first, self.ready + 0.5, other.ready + 0.5)
+        place = max(self.first, self.ready + 0.5, other.ready + 0.5)  # of both together, as `position`
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)
 
     def add(self, other: _OpenBucket) -> None:
-        """Adds the members of ``other``."""
+        """Adds the members of ``other``, and moves the bucket behind their inputs."""
         self.members += other.members
         self.ready, self.use = max(self.ready, other.ready), min(self.use, other.use)
         self.size += other.size

@@ -49,7 +49,8 @@ class PlanMemory:
             if node.target in IN_MESSAGES:
                 added = self._slots_of(node, at)
                 numbers = list(range(len(slots), len(slots) + len(added)))
-                node.args = (*node.args[: len(node.target._schema.arguments) - 1], numbers)
+                other_arguments = len(node.target._schema.arguments) - 1  # the last one is ``slots``
+                node.args = (*node.args[:other_arguments], numbers)
                 slots += added
         ir.output_node(gm.graph).meta[PLAN] = _plan(gm.graph, slots)
         gm.recompile()
@@ -66,43 +67,48 @@ class PlanMemory:
         _, ranks = group_of(node, self.mesh)
         # gloo's ring reduces all tensors in one buffer; nothing arrives in messages.
         if node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
-            return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
-        slots = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
-        packing = Packing.of(rows_of(node, ranks))
+            return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), start=at, end=at)]
+        slots = [Slot(name, _bytes(x), start=at, end=at) for name, x in zip(names, results, strict=True)]
+        packing = Packing.of(rows_of(node, ranks))  # the small tensors, which share one message to each rank
         wires = []
-        # The term of one rank arrives in the result itself; those of the others need room.
+        # Of a reduction over n ranks, n - 1 terms arrive: one in the result itself, the others need room.
         if node.target is not GATHER and ranks > 2:
             alone = [slot for number, slot in enumerate(slots) if number not in packing.offsets]
-            wires += [Slot(f"{slot.name}.wire", (ranks - 2) * slot.size, at, at) for slot in alone]
+            wires += [Slot(f"{slot.name}.wire", (ranks - 2) * slot.size, start=at, end=at) for slot in alone]
         if packing.offsets:
-            goes = ranks - 1 if node.target is REDUCE_SCATTER else 1
+            # A reduce-scatter sends another part to each rank, the others the same message to all.
+            messages_out = ranks - 1 if node.target is REDUCE_SCATTER else 1
             wires += [
-                Slot(f"{ir.info(node).name}.{way}.wire", count * packing.room, at, at)
-                for way, count in (("comes", ranks - 1), ("goes", goes))
+                Slot(f"{ir.info(node).name}.{way}.wire", count * packing.room, start=at, end=at)
+                for way, count in (("comes", ranks - 1), ("goes", messages_out))
             ]
         return slots + wires
 
 
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
-    """Returns the memory plan of a half: ``slots`` with their lifetimes and their places in the arena."""
-    place_of = {node: at for at, node in enumerate(graph.nodes)}
-    slots_of, ends = _uses_of_slots(graph, place_of)
-    regions: dict[int, str] = {}
-    saved: dict[int, tuple[str, ...]] = {}
+    """Returns the memory plan of a half: ``slots`` with their lifetimes and their places in the arena. A slot's region
+    follows from what leaves the graph in it: nothing (`INSIDE`), values for backward alone (`KEPT`), or a result that
+    the caller may hold on to (`OUTSIDE`).
+    """
+    position_of = {node: at for at, node in enumerate(graph.nodes)}
+    slots_of, ends = _uses_of_slots(graph, position_of)
+    regions: dict[int, str] = {}  # slot number -> its region
+    saved: dict[int, tuple[str, ...]] = {}  # slot number -> names of the saved values in it
     for role, x in ir.outputs(graph):
         for slot in slots_of.get(x, frozenset()) if isinstance(x, fx.Node) else ():
-            is_saved = role.kind == "saved" and regions.get(slot) != OUTSIDE
-            regions[slot], ends[slot] = KEPT if is_saved else OUTSIDE, len(place_of) - 1
+            # A slot that the caller gets is outside, even if backward reads it, too.
+            is_kept = role.kind == "saved" and regions.get(slot) != OUTSIDE
+            regions[slot], ends[slot] = KEPT if is_kept else OUTSIDE, len(position_of) - 1
             if role.kind == "saved":
                 saved[slot] = (*saved.get(slot, ()), role.name)
     timed = [
         replace(slot, end=ends[k], region=regions.get(k, INSIDE), saved=saved.get(k, ()))
         for k, slot in enumerate(slots)
     ]
-    input_uses = tuple(
-        (node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph)
+    last_reads = tuple(
+        (node.name, max(map(position_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph)
     )
-    return MemoryPlan(place(timed), input_uses)
+    return MemoryPlan(place(timed), last_reads)
 
 
 def _uses_of_slots(
@@ -123,9 +129,10 @@ def _uses_of_slots(
         until = max([at, *(place_of[wait] for wait in waits_of(node))]) if is_start(node) else at
         for slot in reads:
             ends[slot] = max(ends.get(slot, 0), until)
+        # A view lies in the slots of its operand; other ops allocate their results elsewhere.
         slots_of[node] = reads if aliased(node) is not None or may_share_memory(node.target) else frozenset()
         if node.target in IN_MESSAGES:
-            numbers: Any = node.args[-1]
+            numbers: Any = node.args[-1]  # of its slots
             # The slots of its results come first, then those of received messages, which end with the first wait.
             count = len(node.meta["val"])
             slots_of[node] = frozenset(numbers[:count])
@@ -134,7 +141,7 @@ def _uses_of_slots(
             ends.update({slot: at for slot in numbers[:count]})
         elif node.target is getitem and node.args[0].target in IN_MESSAGES:
             numbers = node.args[0].args[-1]
-            # A ring has one slot for all of its results.
+            # Result number n is in the collective's slot n. A ring has one slot for all of its results.
             slots_of[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
     return slots_of, ends
 
