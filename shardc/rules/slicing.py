@@ -51,6 +51,7 @@ def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
     dim = call.dim
     size = call.operands[0].shape[dim]
     start, end = (0 if call["start"] is None else call["start"]), (size if call["end"] is None else call["end"])
+    # From the end if negative, then cut to the dim, as in Python.
     start, end = (min(max(at + size if at < 0 else at, 0), size) for at in (start, end))
     return dim, start, max(start, end), call["step"]
 
@@ -64,6 +65,7 @@ def _slice(call: Call) -> Spec:
         return _ranges(call, dim, [start])
     loops = Loops(call)
     size, count = loops.shapes[0][dim], loops.result_shapes[0][dim]
+    # Factors of all dims but this one, which has others before and after.
     others = loops.dims("d", [1 if i == dim else n for i, n in enumerate(loops.shapes[0])])
     before, after = loops.dim("x", size, WHOLE), loops.dim("y", count, WHOLE)
     # The dim viewed as (steps, step): the steps may be split, the position within a step must not be.
