@@ -91,8 +91,8 @@ class Verify(Hook):
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         """Raises VerifyError if the graph breaks an invariant of ``stage``."""
         last_spec, state = self.spec, State(gm.graph)
-        is_known = stage in SPECS  # a pass of shardc; others are the user's
-        if is_known:
+        has_spec = stage in SPECS  # else it is a pass of the user
+        if has_spec:
             self.spec = stage
         # Neither the graph nor the spec that applies to it has changed.
         if state.is_of(self.state) and SPECS[last_spec] is SPECS[self.spec]:
@@ -104,7 +104,7 @@ class Verify(Hook):
             if stage in MOVING:
                 self.program = check(gm, self.mesh, stage, before=self.program, spec=self.spec)
             else:
-                _check(Subject(gm, self.mesh, disagreement), stage, SPECS[self.spec], of_user=not is_known)
+                _check(Subject(gm, self.mesh, disagreement), stage, SPECS[self.spec], of_user=not has_spec)
                 self.program = None  # other passes change values on purpose
 
 

@@ -98,9 +98,8 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: object, builder: Builder) -> object:
-    """Rearranges the result ``x`` of a collective that gathers dims: its leading part, one digit for each axis that
-    ``step`` unbinds, in mesh order, moves to the digits' places inside of the tensor's dims. Returns the local tensor
-    after ``step``.
+    """Rearranges the result ``x`` of a collective that gathers dims: moves the digits that ``step`` unbinds, which lead
+    in ``x`` in mesh order, to their places inside of the tensor's dims. Returns the local tensor after ``step``.
     """
     digits = [slot for slot in bound_digits(step.src, step.dst) if slot.after is None]
     # Digits that stay split are not dims of the local tensor.

@@ -61,7 +61,7 @@ class Stages:
         parts = replace(parts, body=LazyGraphModule(parts.body, graph))
         parts, graph, cut = self._split_shared_gradients(parts, cut, gathered)
         bodies, up, down = self._bodies(parts.body, cut)
-        # Each stage has the closing graph of its own results, which takes sums of the terms that it computes.
+        # Term -> the stage that computes it. Each stage then gets the part of the closing graph with its results.
         terms = {role.name: cut.of_result(role, x) for role, x in ir.outputs(graph) if role.name in parts.reduce}
         closing, closings = parts.closing.graph, []
         at_stage = _stages_of_results(closing, terms, self.stages)
@@ -87,6 +87,7 @@ class Stages:
             # What runs once runs on all ranks, and each has the parameters of its stages only.
             if (reader := _first_use_of_params(loop.once.graph, gathered)) is not None:
                 raise self._refused(reader, "computes, from parameters, what all microbatches need before the forward")
+            # It reads neither values of a loop in stages nor, except to move them, parameters: all ranks can run it.
             if loop.body is None or not places and _first_use_of_params(loop.body.graph, gathered) is None:
                 out.append(None)
                 continue
@@ -133,6 +134,7 @@ class Stages:
             sent_down = [x for x in down[at - 1] if cut.stage[x] == at] if at else []
             outputs = [*outputs, *with_roles(TRANSFER, sent_up, len(outputs))]
             grads = [*grads, *with_roles("grad", sent_down, len(grads))]
+            # Of these, `cut_out` makes arguments of what the results depend on.
             received = {x: Role(TRANSFER, ir.info(x).name) for x, stage in cut.stage.items() if stage != at}
             # What comes from the stage behind are gradients, which only backward reads.
             late = {x for boundary in down[at : at + 1] for x in boundary}  # none behind the last stage
