@@ -42,17 +42,18 @@ class PruneUnusedGrads:
         absent = self._drop_absent(GraphRewriter(gm.graph))
         output = ir.output_node(gm.graph)
         output.args = (tuple(None if x in absent else x for x in output.args[0]),)
+        # Users come before their operands, so all that only erased nodes read is erased, placeholders included.
         for node in reversed(list(gm.graph.nodes)):
             if node is not output and not node.users:
                 gm.graph.erase_node(node)
-            elif _is_coalesced(node):
+            elif _is_coalesced(node):  # it keeps the inputs whose results are still read
                 _keep_positions(sorted({item.args[1] for item in node.users}), node)
         gm.recompile()
         return gm
 
     def _drop_absent(self, rewriter: GraphRewriter) -> set[fx.Node]:
-        """Makes ops with absent and other gradients as operands compute with the others only. Returns the absent
-        nodes.
+        """Makes ops with absent and other gradients as operands compute with the others only. Returns the absent nodes:
+        tangents that are not used, and what depends on no other tangents. The caller erases them.
         """
         graph = rewriter.graph
         gradients = set(ir.placeholders(graph, "tangent"))  # and what depends on them
@@ -61,16 +62,17 @@ class PruneUnusedGrads:
             if _is_coalesced(node):  # each result depends on its own input alone
                 gradients.update(item for item in node.users if _input_of(item) in gradients)
                 absent.update(item for item in node.users if _input_of(item) in absent)
-                numbers = [at for at, x in enumerate(node.args[0]) if x not in absent]
-                if numbers:
-                    _keep_positions(numbers, node)
+                present = [at for at, x in enumerate(node.args[0]) if x not in absent]
+                if present:  # else the whole collective goes, unread
+                    _keep_positions(present, node)
                 continue
-            read = [x for x in node.all_input_nodes if x in gradients] if node.op == "call_function" else []
-            if not read:
+            # Saved values are operands, too, but only gradients can be absent.
+            operands = [x for x in node.all_input_nodes if x in gradients] if node.op == "call_function" else []
+            if not operands:
                 continue
             gradients.add(node)
-            missing = [x for x in read if x in absent]
-            if len(missing) == len(read):
+            missing = [x for x in operands if x in absent]
+            if len(missing) == len(operands):
                 absent.add(node)
             elif not missing:
                 continue
@@ -90,8 +92,9 @@ def _is_coalesced(node: fx.Node) -> bool:
 
 def _input_of(item: fx.Node) -> object:
     """Returns the input of a coalesced collective from which its result ``item``, a getitem, is computed."""
-    bucket: Any = item.args[0]
-    return bucket.args[0][item.args[1]]
+    collective: Any = item.args[0]
+    inputs, number = collective.args[0], item.args[1]
+    return inputs[number]
 
 
 def _keep_positions(numbers: list[int], node: fx.Node) -> None:
@@ -101,6 +104,7 @@ def _keep_positions(numbers: list[int], node: fx.Node) -> None:
     tensors: Any = node.args[0]
     if len(numbers) == len(tensors):
         return
+    # Inputs, example values and types; then the numbers by which results are read.
     record, val = ir.info(node), node.meta["val"]
     assert isinstance(record.value, tuple)
     node.args = ([tensors[at] for at in numbers], *node.args[1:])
@@ -109,14 +113,16 @@ def _keep_positions(numbers: list[int], node: fx.Node) -> None:
     for item in list(node.users):
         assert item.target is getitem, f"{item} reads all results of {node}"
         at: Any = item.args[1]
-        if at in numbers:
+        if at in numbers:  # another item is absent, and erased later
             item.args = (node, numbers.index(at))
 
 
 def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the term of a sum of two tensors that is not in ``missing``; None if ``node`` is not such a sum."""
+    """Returns the term of a sum of two tensors that is not in ``missing``; None if ``node`` is not such a sum, or if
+    the sum broadcasts or casts that term.
+    """
     others = [x for x in node.args if x not in missing]
-    if node.target is not _ADD or node.kwargs or len(node.args) != 2 or len(others) != 1:
+    if node.target is not _ADD or node.kwargs or len(node.args) != 2 or len(others) != 1:  # kwargs: a factor alpha
         return None
     (other,) = others
     return other if isinstance(other, fx.Node) and ir.value(other) == ir.value(node) else None

@@ -49,14 +49,16 @@ def deferred_reduction(
     graph = fx.Graph()
     rewriter = GraphRewriter(graph)
     inputs = [_placeholder(rewriter, local_sum, at, fake_mode, device) for at, local_sum in enumerate(sums)]
-    grads: dict[str, fx.Node] = {}
+    grads: dict[str, fx.Node] = {}  # parameter -> its gradient so far
     for local_sum, node in zip(sums, inputs, strict=True):
         name, storage, dtype = local_sum.name, storages[local_sum.name], dtypes[local_sum.name]
         record = Info(f"d.{name}", None, _ORIGIN)
-        value = Value(local_sum.dtype, storage.shape, storage)
-        stored = replace(value, dtype=dtype)
+        # Types of the gradient: reduced, still in the accumulator's dtype, and then cast.
+        reduced = Value(local_sum.dtype, storage.shape, storage)
+        stored = replace(reduced, dtype=dtype)
         if local_sum.layout != storage:
-            node = rewriter.end(record, "reduced").typed(value, ops.reshard, node)
+            # From pending sums to the storage layout: a later pass writes this as a reduce-scatter or an all-reduce.
+            node = rewriter.end(record, "reduced").typed(reduced, ops.reshard, node)
         if dtype != local_sum.dtype:
             node = rewriter.end(record, "stored").typed(stored, torch.ops.aten._to_copy.default, node, dtype=dtype)
         if name in grads:  # accumulated in two layouts
@@ -73,7 +75,9 @@ _ORIGIN = Origin(phase="backward", cause="gradients summed without reduction")
 def _placeholder(
     rewriter: GraphRewriter, local_sum: Sum, at: int, fake_mode: FakeTensorMode, device: torch.device
 ) -> fx.Node:
-    """Adds the placeholder of accumulator number ``at``; returns it."""
+    """Adds the placeholder of accumulator number ``at``, with its fake value (of global shape), layout and role;
+    returns it.
+    """
     node = rewriter.graph.placeholder(f"sum_{at}")
     with fake_mode:
         node.meta["val"] = torch.empty(local_sum.layout.shape, dtype=local_sum.dtype, device=device)
