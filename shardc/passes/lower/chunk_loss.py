@@ -135,6 +135,11 @@ class _Region:
     """The nodes that are computed chunk by chunk: from the product that computes logits, through the loss, to the
     backward products that give gradients.
 
+    Args:
+        heads: the products that compute logits.
+        count: number of chunks.
+        outer: 1 for chunks of all rows; the number of sequences for chunks of each sequence (`ChunkSpec.outer`).
+
     Attributes:
         cuts: node -> its chunks, in the graph's order.
         totals: node that is a sum over rows, so over the chunks -> the chunks of its operands.
@@ -142,11 +147,6 @@ class _Region:
         copied: nodes in ``cuts`` that do not depend on logits. Nodes outside of the region read them uncut.
         rows: number of rows of the logits.
         least: number of elements of the smallest logits.
-
-    Args:
-        heads: the products that compute logits.
-        count: number of chunks.
-        outer: 1 for chunks of all rows; the number of sequences for chunks of each sequence (`ChunkSpec.outer`).
     """
 
     def __init__(self, graph: fx.Graph, heads: list[fx.Node], count: int, outer: int) -> None:

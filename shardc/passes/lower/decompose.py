@@ -199,6 +199,9 @@ def _is_of_activations(node: fx.Node) -> bool:
 class _Cuts:
     """Nodes of a graph that are computed in chunks. A *stretch* is the ops between two collectives.
 
+    Args:
+        starts: the collectives to split, as far as possible.
+
     Attributes:
         count: number of chunks of each node.
         cuts: node -> the dim and size of its chunks.
@@ -206,9 +209,6 @@ class _Cuts:
         stretch: node -> position of the last collective before it, which identifies its stretch.
         stopped: collective -> the reason for which it is not chunked.
         place: node -> its position in the graph.
-
-    Args:
-        starts: the collectives to split, as far as possible.
     """
 
     def __init__(self, graph: fx.Graph, count: int, starts: list[fx.Node]) -> None:
