@@ -187,6 +187,9 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: StepContext, runner: Runner, *feed: Any) -> tuple[object, ...]:
+        """Runs the forward graph on ``feed``, its arguments. Returns outputs and base tensors of views
+        (`Border.split_results`).
+        """
         half = runner.half(FORWARD)
         results = runner.run(half, runner.local(half.takes, feed))
         border = runner.border
@@ -306,6 +309,9 @@ class StepInMicrobatches(torch.autograd.Function):
     def forward(
         ctx: MicrobatchContext, runner: Runner, step: Callable[[], Microstep], takes: list[Role], *feed: Any
     ) -> tuple[object, ...]:
+        """Runs all microbatches by ``step``, and returns the outputs. ``feed`` are the tensors that the call reads,
+        ``takes`` their roles.
+        """
         ctx.step, program = step(), runner.program
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(version_of, feed))
@@ -358,7 +364,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
     """Runs a call with microbatches on local inputs and returns its outputs."""
     program = runner.program
     grad = torch.is_grad_enabled() and program.trains
-    argument = runner.arguments(inputs)
+    argument = runner.arguments(inputs)  # (port, microbatch) -> argument of a graph
     run_step = _microbatch_runner(runner, inputs, argument)
 
     def step() -> Microstep:
@@ -369,6 +375,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         runner.check_loads(runner.routing.unchecked())
         return computed
 
+    # What the graphs take, by kind and name; several graphs may take the same.
     ports = {(port.role.kind, port.role.name): port for half in program.step(grad) for port in half.takes}
     # Autograd's node takes the tensors that the call reads and does not change: backward may read them again.
     changed_buffers = {("buffer", role.name) for role in program.outputs if role.kind == "buffer"}
@@ -414,6 +421,7 @@ def _microbatch_runner(
     by_name = dict(zip((name for name, _ in runner.program.inputs), inputs, strict=True))
 
     def run_step(program: Executable, training: bool, tangents: Mapping[int, Any]) -> Results:
+        """Runs the graphs of all microbatches, as `Loops.run_step`."""
         running, forwards = runner.using(program), 0
 
         def run(half: Half, feed: list[Any]) -> Sequence[Any]:
@@ -441,7 +449,7 @@ def _unaliased_outputs(program: Executable, step: Microstep, takes: Sequence[Rol
 
     Those that share memory with another tensor on one device raise on writes, which would not reach that tensor here.
     """
-    occupied = {local_part(x).untyped_storage().data_ptr() for x in feed}
+    occupied = {local_part(x).untyped_storage().data_ptr() for x in feed}  # addresses of storages
     sources = {role.name: x for role, x in zip(takes, feed, strict=True)}
     outputs: list[Any] = []
     for role in program.outputs:
@@ -450,6 +458,7 @@ def _unaliased_outputs(program: Executable, step: Microstep, takes: Sequence[Rol
             storage = x.untyped_storage().data_ptr()
             x = x.clone() if storage in occupied or x._is_view() else x
             occupied.add(storage)
+            # How one device returns it; None for the new value of a buffer.
             output = program.returned[role.index] if role.kind == "output" else None
             if output is not None and output.overlaps:
                 x = read_only(x, output, role.index, program.returned, sources.get(output.of or ""))

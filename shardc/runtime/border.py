@@ -465,13 +465,15 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
+        """Wraps a view of ``local``. Integers get no gradient."""
         ctx.spec = spec
         if not (local.is_floating_point() or local.is_complex()):
             out = DTensor(local.view_as(local), spec, requires_grad=False)
             ctx.mark_non_differentiable(out)
             return out
         out = DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
-        return out.view_as(out) if local._is_view() else out  # a view cannot be changed in place here
+        # As a view it cannot be changed in place, which would not change what `local` is a view of.
+        return out.view_as(out) if local._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:

@@ -206,7 +206,7 @@ def _refusing_memory(name: str, fix: str) -> Callable[..., object]:
     torchs = getattr(Tensor, name)
 
     def method(self: DTensor, *args: object, **kwargs: object) -> object:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # name of the module that calls
         if not _is_ours(self) or (name == "data_ptr" and caller.partition(".")[0] == "torch"):
             return torchs(self, *args, **kwargs)
         raise LayoutError(f"{name} of a sharded parameter or gradient: no memory of this rank has all of it", fix=fix)
@@ -268,7 +268,7 @@ def install(device_mesh: DeviceMesh) -> None:
     if device_mesh in meshes:
         return
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
-    if not meshes:
+    if not meshes:  # the first one: the patches serve all meshes, and look at `meshes` when they run
         of_dtensor = dispatcher._propagate_op_sharding_dispatch_slow_path
         dispatcher._propagate_op_sharding_dispatch_slow_path = _propagation(of_dtensor)  # type: ignore[method-assign]
         _accept_plain_tensors()
@@ -277,7 +277,7 @@ def install(device_mesh: DeviceMesh) -> None:
         for name, method in METHODS.items():
             setattr(DTensor, name, method)
     meshes.add(device_mesh)
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    torch._C._clear_DTensor_sharding_propagator_cache()  # cached decisions, for which the patches are not asked
 
 
 def _accept_plain_tensors() -> None:
@@ -428,7 +428,7 @@ def _copy(target: Tensor, value: Any, *_: object) -> Tensor:
         return target
     if not isinstance(value, DTensor):
         check_equal([value], target.device_mesh, aten.copy_.default)
-    whole = gather(value) if isinstance(value, DTensor) else value
+    whole = gather(value) if isinstance(value, DTensor) else value  # layouts or shapes differ: through whole values
     scatter_into(target, whole.expand(target.shape))
     return target
 
@@ -536,7 +536,7 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     check_equal([x for x in plain if not _is_in(x, writes)], mesh, op)
     wholes: dict[int, Tensor] = {}  # id of a DTensor -> its gathered values
 
-    def whole(x: object) -> object:
+    def whole(x: object) -> object:  # an argument -> what `op` gets for it; once per DTensor, for `originals` below
         if not isinstance(x, DTensor):
             return x
         if id(x) not in wholes:
@@ -560,7 +560,7 @@ def on_unsharded(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyT
     originals = {id(wholes.get(id(x), x)): x for x in writes}
     like = first if draws(op) and isinstance(first, DTensor) else None
 
-    def wrap(x: object) -> object:
+    def wrap(x: object) -> object:  # a result of `op` -> what is returned for it
         if not isinstance(x, Tensor) or id(x) in originals:
             return originals.get(id(x), x)
         return scattered_like(like, x) if like is not None and x.shape == like.shape else replicated(x, mesh)
@@ -591,7 +591,7 @@ def _norm_in_float32(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str,
     dtype = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), None)
     tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, DTensor)]
     wide = pytree.tree_map_only(DTensor, lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), args)
-    norms, structure = pytree.tree_flatten(op(*wide, **kwargs))
+    norms, structure = pytree.tree_flatten(op(*wide, **kwargs))  # one, or a list of a foreach op's
     return pytree.tree_unflatten(
         [reduce_pending(norm).to(dtype or x.dtype) for norm, x in zip(norms, tensors, strict=True)], structure
     )

@@ -36,6 +36,7 @@ class Forward:
         self.compiled = compiled
 
     def __get__(self, module: nn.Module | None, cls: type | None = None) -> Callable[..., PyTree]:
+        """Returns the user's wrapper of the compiled forward if there is one, else the compiled forward."""
         if module is None:
             return self.compiled
         state = vars(module).get("shardc")
@@ -44,6 +45,7 @@ class Forward:
         return MethodType(self.compiled, module)
 
     def __set__(self, module: nn.Module, value: object) -> None:
+        """Stores ``value`` as a wrapper of the compiled forward or, if it does not lead there, as the model's."""
         state = vars(module).get("shardc")
         if state is not None and self._leads_to_forward(module, value):
             state.around = value  # a wrapper of the compiled forward
@@ -53,6 +55,7 @@ class Forward:
             state.around = None
 
     def __delete__(self, module: nn.Module) -> None:
+        """Removes the wrapper or, if there is none, the model's forward that the user set."""
         state = vars(module).get("shardc")
         if state is not None and state.around is not None:
             state.around = None

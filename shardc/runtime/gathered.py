@@ -314,7 +314,7 @@ def broadcast(x: Tensor, device_mesh: DeviceMesh) -> None:
 
 
 def written(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Iterator[Tensor]:
-    """Yields the tensor arguments that ``op`` writes."""
+    """Yields the tensor arguments that ``op`` writes, by the marks of its schema, such as ``Tensor(a!) self``."""
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
@@ -392,7 +392,7 @@ def view_of(base: DTensor, op: OpOverload, args: tuple[PyTree, ...], kwargs: dic
 def _wrapped(results: PyTree, source: _Source) -> PyTree:
     """Wraps each tensor in ``results``, a view of the unsharded tensor of ``source``, as a `GatheredView`."""
 
-    def wrap(x: object) -> object:
+    def wrap(x: object) -> object:  # a view op may have several results, such as ``split``
         if not isinstance(x, Tensor):
             return x
         view = GatheredView(x, replicated_spec(x, source.base.device_mesh), requires_grad=False)

@@ -159,7 +159,7 @@ class GraphedStep:
             for place, x in zip(recorded.inputs, tensors, strict=True):
                 place.copy_(x)
             for rate, group in zip(recorded.rates, self._optimizer.param_groups, strict=True):
-                lr = group["lr"]
+                lr = group["lr"]  # a number, or a tensor of one element
                 rate.fill_(lr.reshape(()) if isinstance(lr, Tensor) else lr)
             runner = self._state.cache.runner(recorded.program)
             for key in recorded.keys:
@@ -267,6 +267,7 @@ def _check_program(program: Executable) -> None:
     """Raises InputError if a step of ``program`` cannot be a CUDA graph: it has stages or microbatches, or an op for
     which the host waits.
     """
+    # `count` is 0 if the plan has no such setting.
     for setting, count in (("pp", program.stage_ranks), ("microbatches", program.microbatches - 1)):
         if count:
             raise InputError(

@@ -148,15 +148,16 @@ class IdentityGuards:
         except KeyError:
             return False
         return (
-            all(map(is_, chain.from_iterable(now), self._values))
-            and not any(map(contains, *self._absent))
-            and all(
+            all(map(is_, chain.from_iterable(now), self._values))  # attributes and items
+            and not any(map(contains, *self._absent))  # attributes and items that were not there
+            and all(  # elements of containers, in order
                 len(row) == len(container) and all(map(is_, row, container)) for container, row in self._rows.values()
             )
             and all(tensor._version == version for tensor, version in self._tensors)
+            # Attributes that only `getattr` finds, such as those of a class.
             and all(_same(getattr(owner, name, GONE), value) for owner, name, value in self._rest)
             and all(state(*args) == before for state, args, before in self._states)
-            and self._reached.holds()
+            and self._reached.holds()  # code
         )
 
     def _guard_read(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:

@@ -158,6 +158,7 @@ class _StandIns(TorchFunctionMode):
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> T:
+        """Calls ``func`` with the stand-ins of the model's tensors among its arguments."""
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: self._stand_ins.get(id(x), x), (tuple(args), dict(kwargs or {}))
         )

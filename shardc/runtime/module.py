@@ -80,7 +80,7 @@ def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
     padded = padded_local(param.detach(), storage)
     value = torch.empty_like(padded) if padded.is_meta else state.spec.homes[name].keep(padded.clone())
     shard = to_parameter(value, storage, param.shape, state.spec.param_mesh, state.spec.rank, param.requires_grad)
-    if getattr(param, "grad_dtype", None) is not None:
+    if getattr(param, "grad_dtype", None) is not None:  # the dtype that `.grad` may have
         shard.grad_dtype = param.grad_dtype
     return shard
 

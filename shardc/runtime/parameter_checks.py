@@ -275,6 +275,7 @@ class ParamStore:
         strides = {name: param.stride() for name, param in named}
 
         def tensor(name: str, x: Tensor) -> Tensor:
+            """Returns a meta tensor for ``x`` (a parameter or buffer), a parameter if ``x`` is one."""
             empty = torch.empty_strided(x.shape, strides.get(name, x.stride()), dtype=x.dtype, device="meta")
             return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 

@@ -158,7 +158,7 @@ class Described:
         are returned as they are.
         """
         if isinstance(x, Tensor):
-            shape, number = tuple(x.shape), None if x.dim() else x.detach().cpu()
+            shape, number = tuple(x.shape), None if x.dim() else x.detach().cpu()  # such as Adam's `step`
             return Described(shape, x.dtype, number, x.device.type)
         if x is None or isinstance(x, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
             return x
@@ -208,7 +208,7 @@ class WholeParameter(Shard):
         `Shard.read`). Entries may be nested, so leaves are compared.
         """
         leaves = pytree.tree_leaves(state or {})
-        if not self.is_local or _are(leaves, self._last_read):
+        if not self.is_local or _are(leaves, self._last_read):  # read already
             return
         self._last_read, self._last_written = leaves, []
         if not state:
@@ -244,7 +244,7 @@ class WholeParameter(Shard):
             mesh = self.owner.param.device_mesh
             if x.dim() and x.device_mesh == mesh and x.placements == self.owner.placements:
                 return x
-            x = gather(x)
+            x = gather(x)  # loaded in another layout
         return self.owner.place(x, x.shape, x.dtype) if x.dim() else x
 
     def described(self, x: Described) -> object:

@@ -346,7 +346,7 @@ class ProgramCache:
         """Whether there is a program for these arguments if their dynamic sizes and train or eval mode are ignored."""
         call = self.signature(args, kwargs)
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
-        dims, _ = self.build.dynamic.of(inputs)
+        dims, _ = self.build.dynamic.of(inputs)  # the dims with dynamic sizes
         return any(key.call.without(dims).leaves == call.without(dims).leaves for key in self.programs)
 
     def lowered(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:

@@ -211,7 +211,7 @@ def _place_rows(piece: Piece, first: int, block: torch.Tensor) -> None:
     """Copies this rank's elements of ``block``, rows of the whole tensor from row ``first``, into ``piece``."""
     assert piece.local is not None
     rows = piece.indices[0]
-    low, high = bisect_left(rows, first), bisect_left(rows, first + block.shape[0])
+    low, high = bisect_left(rows, first), bisect_left(rows, first + block.shape[0])  # this rank's rows in the block
     block = take(block, 0, shifted(rows[low:high], first))
     for dim in range(1, block.dim()):
         block = take(block, dim, piece.indices[dim])
@@ -419,10 +419,11 @@ def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyT
         return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
 
     result = func(*pytree.tree_map_only(Virtual, local, args), **pytree.tree_map_only(Virtual, local, kwargs))
-    views = [x for x in written(func, tuple(args), dict(kwargs)) if isinstance(x, Virtual)]
-    for view in views:
+    written_views = [x for x in written(func, tuple(args), dict(kwargs)) if isinstance(x, Virtual)]
+    for view in written_views:
         view.init_shard.mark_filled(view)
-    return args[0] if views and views[0] is args[0] else result
+    # An op in place returns its first argument.
+    return args[0] if written_views and written_views[0] is args[0] else result
 
 
 def _factory(func: OpOverload, target: Virtual, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> torch.Tensor:

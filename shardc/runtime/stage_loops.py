@@ -67,6 +67,7 @@ class StageLoops(Loops):
         self.copies: dict[str, Any] = {}  # parameters of other stages
 
     def run_step(self, training: bool, tangents: Mapping[int, Any]) -> Results:
+        """Runs this rank's part of a step, as `Loops.run_step`, and waits for other ranks in `Link.receive`."""
         if self.prepare is not None:
             self.prepare(training)
         results: Results = {}
