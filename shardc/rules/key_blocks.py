@@ -144,7 +144,7 @@ class KeyBlocks:
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:
             return [key, value]
-        self.packed = self.run(aten.cat.default, [key, value])
+        self.packed = self.run(aten.cat.default, [key, value])  # contiguous: `_contiguous` does not copy it again
         return [self.packed]
 
     def parted(self, tensors: list[Emitted]) -> list[Emitted]:
@@ -435,7 +435,7 @@ class KeyBlocks:
         if not causal and not self.filled:
             return None
         columns = self._key_positions(ranks)
-        if causal:
+        if causal:  # keys at later positions than the query's
             rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
             hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
         if self.filled:

@@ -59,8 +59,8 @@ def positions(
     call = local.builder.call
     out, device = None, device or local.builder.device
     digits = layout.dims[dim]
-    # A global index is the sum of digit * stride. A local digit takes all its values; the value of a digit that an axis
-    # splits is the rank's coordinate.
+    # A layout writes a global index in mixed radix: it is the sum of digit * stride. A local digit takes all its values
+    # on each rank; the value of a digit that an axis splits is the rank's coordinate along it.
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         if axis is None:
             terms = call(aten.arange.start_step, 0, radix * stride, stride, dtype=torch.int64, device=device)

@@ -139,8 +139,10 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
         carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
         split: dict[str, list[str]] = {}  # factor -> the axes that split it
         for axis, use in zip(mesh.axes, uses, strict=True):
-            for factor in (use,) if isinstance(use, str) else (use.rows, use.owners) if isinstance(use, Routed) else ():
+            factors = (use,) if isinstance(use, str) else (use.rows, use.owners) if isinstance(use, Routed) else ()
+            for factor in factors:
                 split.setdefault(factor, []).append(axis)
+        # Every way to split each factor over its axes.
         for cuts in product(*(_cuts(mesh, spec.size(factor), axes) for factor, axes in split.items())):
             assignment = dict(zip(split, cuts, strict=True))
             if commute(spec, assignment, [(axis, op) for axis, op, _ in carried]):

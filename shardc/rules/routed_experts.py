@@ -327,6 +327,7 @@ def _exact_exchange(local: Local, of: _Choices) -> tuple[_Exchange, Emitted]:
     )
     # The buffer's size is fixed when the graph is built, so it has room for the most that all ranks can send.
     buffer = of.ranks * of.most
+    # Choices are sent as they are sorted, and their results come back to the same rows.
     return _Exchange(local, of, buffer, take=of.order, home=of.back, sends=sends, receives=receives), came
 
 
@@ -447,7 +448,7 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
             outputs.append(_unpack(local, computed, 1 + len(body_of(body).saved)))
         return every, outputs
 
-    # ``body`` names the function of an expert; the operands are nodes, which the backward op shares.
+    # Emitted once for the same operands (nodes of the graph) and the same function of an expert, which ``body`` names.
     return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
 
 
@@ -471,8 +472,8 @@ def _call_local(local: Local) -> Emitted:
     if (first := exchanges[0]).most is None:  # not in blocks: all rows had room
         return out
     _, ranks = _all_ranks(local)
-    # Rows that had no room in their block are missing: the output then is NaN instead of wrong.
-    room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype
+    # Rows that had no room in their block are missing: times 1 if all had room, else NaN instead of a wrong output.
+    room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype  # room: rows of a block
     return call(aten.mul.Tensor, out, call(expert_ops.WITHIN, first.most, room, ranks, dtype))
 
 

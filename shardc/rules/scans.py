@@ -212,6 +212,7 @@ class _Carried:
         products = {node: (node, graph.node_copy(node)) for node in (first if scales else ())}
         for node in (*self.arguments[carries:], *last):
             env[node] = graph.node_copy(node)
+        # What reads a carry in ``sums`` reads None in the copy: only the sum does, and `_function` removes it.
         for node in self.nodes:
             if node.op == "call_function":
                 env[node] = graph.node_copy(node, env.get)
@@ -222,7 +223,7 @@ class _Carried:
         go to the next step).
         """
         graph.output(tuple(results))
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code()  # ops that compute other results of the step
         named(graph)
         return register(Function("scan", (graph,), (len(results), self.sequences), function_flops("scan", (graph,))))
 

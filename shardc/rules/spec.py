@@ -351,7 +351,7 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
     joint: Assignment = {}
     for at, (dims, layout) in enumerate(zip(spec.operands, operands, strict=True)):
         digits_of = project(spec, dims, layout)
-        if Layout(mesh, place(spec, dims, digits_of)) != layout.without_partial():
+        if Layout(mesh, place(spec, dims, digits_of)) != layout.without_partial():  # `project` has dropped an axis
             return f"operand {at} at {layout} splits a factor that must stay whole"
         for factor, digits in digits_of.items():
             if joint.setdefault(factor, digits) != digits:
@@ -478,16 +478,17 @@ def _splits_by_axis(spec: Spec, proposals: Sequence[Assignment]) -> dict[str, li
     these are both factors of a `Routed`, also a split of both at once.
     """
     uses: dict[str, list[AxisUse]] = {}
-    for at, proposal in enumerate(proposals):
+    for number, proposal in enumerate(proposals):
         for factor, digits in proposal.items():
             for _, axis in digits:
                 if axis is not None:
-                    uses.setdefault(axis, []).append(AxisUse(((factor, at),)))
+                    uses.setdefault(axis, []).append(AxisUse(splits=((factor, number),)))
     if spec.routed is not None:
-        for splits in uses.values():
-            last = {split[0]: split for use in splits for split in use.splits}  # of each factor, the last proposal's
+        for of_axis in uses.values():
+            # The last proposal's split of each factor: what the plan requires comes behind what operands have.
+            last = {split[0]: split for use in of_axis for split in use.splits}
             if spec.routed.rows in last and spec.routed.owners in last:
-                splits.append(AxisUse((last[spec.routed.rows], last[spec.routed.owners])))
+                of_axis.append(AxisUse(splits=(last[spec.routed.rows], last[spec.routed.owners])))
     return uses
 
 
@@ -518,6 +519,9 @@ def _strategy(
 ) -> tuple[Strategy, bool] | None:
     """Return (strategy, whether it meets the requirements of `Routed`) in which each axis has its use in ``uses``.
     Return None if no op can follow these uses together.
+
+    Args:
+        proposals: ways to split the factors, factor -> digits each; uses refer to them by number.
     """
     axes_by_split: dict[tuple[str, int], set[str]] = {}  # (factor, number of the proposal) -> axes that split it so
     for axis, use in uses.items():
@@ -532,6 +536,7 @@ def _strategy(
             return None
         assignment[factor] = merged
     carried = [(axis, *use.carried) for axis, use in uses.items() if use.carried is not None]
+    # Pending sums and maxima may not meet in a result, nor may an axis and a part of it in a `Routed`.
     if not commute(spec, assignment, [(axis, op) for axis, op, _ in carried]) or overlaps(spec, mesh, assignment):
         return None
     return strategy_of(spec, mesh, assignment, carried), meets_requirements(spec, assignment, mesh.axes)

@@ -157,8 +157,8 @@ class Pieces:
         totals = self.run(aten.reshape.default, self.run(WAIT, started), [self.ranks, *shape])
         piece = self.local.builder.coordinate(self.axes)
         added = None
-        # The total of piece number ``at`` counts on ranks with a later piece (if ``reverse``, an earlier one). That of
-        # the last piece counts on none.
+        # The total of piece number ``at``, which is on this ``rank`` of the group, counts on ranks with a later piece
+        # (if ``reverse``, an earlier one). That of the last piece counts on none.
         for at, rank in enumerate(self.members[1:] if reverse else self.members[:-1], int(reverse)):
             counts = self.run(aten.lt.Scalar, piece, at) if reverse else self.run(aten.gt.Scalar, piece, at)
             counts = self.run(aten.reshape.default, counts, [1] * self.layout.ndim)

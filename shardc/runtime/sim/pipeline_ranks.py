@@ -60,7 +60,7 @@ def run_pipeline_step(
         training, tangents: as in `Loops.run_step`.
     """
     wires = Wires()
-    # Outputs are sent to all ranks; gradients of a parameter are on the rank that stores it.
+    # Each rank adds what it has: outputs are sent to all ranks; a parameter's gradient is on the rank that stores it.
     results: Results = {}
     # Rank -> generator that yields where the rank has to wait for a message.
     running = {

@@ -245,7 +245,7 @@ class Simulation:
                 return PerRank(torch.tensor([flat_index(timed, tuple(role.name.split(",")), at)]) for at in places)
             if role.kind == "key":
                 return PerRank(key() for _ in ranks)
-            if role.kind == "input":  # one that is no tensor is the example
+            if role.kind == "input":  # one that is no tensor has the value that was traced
                 return inputs.get(role.name, PerRank([port.example] * self.mesh.ranks))
             return PerRank((self.params if role.kind == "param" else buffers)[role.name])
 
