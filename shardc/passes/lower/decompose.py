@@ -237,7 +237,7 @@ class _Cuts:
         collectives.
         """
         (wait,) = node.users
-        return self._chunked_neighbours(node, True), self._chunked_neighbours(wait, False)
+        return self._chunked_neighbours(node, up=True), self._chunked_neighbours(wait, up=False)
 
     def seconds_beside(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
         """Returns the total of ``seconds(op)`` over matrix products that run while a collective is in flight: those

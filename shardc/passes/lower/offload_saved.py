@@ -61,6 +61,7 @@ class OffloadSaved:
         at = rewriter.after(x, suffix="packed", phase="forward", cause=cause)
         # Dims by stride: the copy on the host is contiguous, and `_load` restores the order of dims.
         last = x if order is None else at.call(aten.permute.default, x, order)
+        # ``to_host(x, False)``: the host itself does not read the copy.
         return insert_move(rewriter, last.next, last, TO_HOST, False, device=HOST, like=x, phase="forward", cause=cause)
 
     def _load(self, rewriter: GraphRewriter, saved: fx.Node) -> None:

@@ -122,8 +122,8 @@ class Stages:
         """
         count = self.stages.count
         results = [(role, x, cut.of_result(role, x)) for role, x in ir.outputs(gm.graph)]
-        up = tuple(cut.crossing(at, True) for at in range(count - 1))
-        down = tuple(cut.crossing(at, False) for at in range(count - 1))
+        up = tuple(cut.crossing(at, up=True) for at in range(count - 1))
+        down = tuple(cut.crossing(at, up=False) for at in range(count - 1))
         bodies = []
         for at in range(count):
             # Results of forward before those of backward (role "grad"), as in any joint graph. What crosses a boundary
