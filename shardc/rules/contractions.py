@@ -22,27 +22,32 @@ def biased(op: str, text: str, *summed: str) -> Rule:
     kinds = dict.fromkeys(summed, "whole")
 
     def spec(call: Call) -> Spec:
-        first = operands[0][len(operands[0]) - len(call.operands[0].shape) :]
+        # A bias of fewer dims broadcasts, as a vector does to a matrix: it has the last ones.
+        bias_dims = operands[0][len(operands[0]) - len(call.operands[0].shape) :]
         # Partial sums pass only if the bias is one as well: a whole bias would be added once per rank.
-        linear = (frozenset({0, 1}), frozenset({0, 2}))
-        return bind(call, (first, *operands[1:]), results, kinds, linear, False)
+        bias, left, right = 0, 1, 2  # positions of the operands
+        linear = (frozenset({bias, left}), frozenset({bias, right}))
+        return bind(call, (bias_dims, *operands[1:]), results, kinds, linear, moves=False)
 
     return Rule(f"aten.{op}", spec, f"{text}    {', '.join(summed)}: whole".removesuffix("    : whole"))
 
 
 def _scaled(call: Call) -> Spec:
-    """Return the spec of a float8 matrix product with scales: each operand has one scale for the whole matrix, one per
-    row (or column), or one per block of a row (or column).
+    """Return the spec of a float8 matrix product ``i k, k j -> i j``, with the maxima that the scales of its operands
+    follow from. Their shapes say of what: [] of the whole matrix, [i, 1] and [1, j] of each row or column,
+    [i, blocks, 1] and [blocks, 1, j] of each block of a row or column.
     """
     loops = Loops(call)
-    (rows, inner), (_, columns), of_a, of_b = loops.shapes
-    i, j, blocks = loops.dim("i", rows), loops.dim("j", columns), of_a[1] if len(of_a) == 3 else inner
+    (rows, inner), (_, columns), maxima_a, maxima_b = loops.shapes
+    in_blocks = len(maxima_a) == 3
+    blocks = maxima_a[1] if in_blocks else inner  # without them, each element of k counts as a block
+    i, j = loops.dim("i", rows), loops.dim("j", columns)
     k = loops.dim("k", blocks, "sum")
-    scales: list[Dims] = [(i, ()) if of_a else (), ((), j) if of_b else ()]
-    if len(of_a) == 3:
-        scales = [(i, k, ()), (k, (), j)]
-    k = (*k, *loops.dim("block", inner // blocks, "sum"))
-    return loops.spec([(i, k), (k, j), *scales], [(i, j)])
+    maxima: list[Dims] = [(i, ()) if maxima_a else (), ((), j) if maxima_b else ()]
+    if in_blocks:
+        maxima = [(i, k, ()), (k, (), j)]
+    summed = (*k, *loops.dim("block", inner // blocks, "sum"))  # k of the matrices: blocks, and elements in a block
+    return loops.spec([(i, summed), (summed, j), *maxima], [(i, j)])
 
 
 CONTRACTIONS = table(
@@ -67,33 +72,40 @@ def _matrices(call: Call) -> Spec:
     before these may be split if all tensors have the same.
     """
     loops = Loops(call)
-    ranks = {len(shape) + (name in PIVOTS) for name, shape in zip(loops.names, loops.shapes, strict=True)}
-    # Operands of different ranks broadcast, and the batch dims may come from any of them: split nothing then.
-    lead = min(ranks) - 2 if len(ranks) == 1 else 0
+    # Numbers of dims of the operands, as if pivots had the dim that they lack.
+    ndims = {len(shape) + (name in PIVOTS) for name, shape in zip(loops.names, loops.shapes, strict=True)}
+    # Operands of different numbers of dims broadcast, and the batch dims may come from any of them: split nothing then.
+    lead = min(ndims) - 2 if len(ndims) == 1 else 0
     batches = {shape[:lead] for shape in (*loops.shapes, *loops.result_shapes)}
-    lead = lead if len(batches) == 1 else 0
+    lead = lead if len(batches) == 1 else 0  # number of batch dims that may be split
 
-    def dims(name: str, shape: Sequence[int]) -> Dims:
-        return loops.dims(name, shape, WHOLE, but=dict(enumerate(loops.dims("b", shape[:lead]))))
+    def dims(prefix: str, shape: Sequence[int]) -> Dims:
+        batch = dict(enumerate(loops.dims("b", shape[:lead])))  # shared by all tensors
+        return loops.dims(prefix, shape, WHOLE, but=batch)
 
     operands = [dims(f"x{at}.", shape) for at, shape in enumerate(loops.shapes)]
     return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.result_shapes)])
 
 
 def _trilinear(call: Call) -> Spec:
-    """Return the spec of ``_trilinear``: three tensors, each unsqueezed, multiplied, summed over ``sumdim``."""
+    """Return the spec of ``_trilinear``: three tensors, each unsqueezed, multiplied, summed over ``sumdim``.
+
+    Example: ``bilinear`` of x [n, a] and y [n, b] with a weight [o, a, b] has the common dims n, o, a, b: x lacks o and
+    b, the weight n, y o and a; a and b are summed.
+    """
     loops = Loops(call)
     summed, shapes = set(call["sumdim"]), [list(shape) for shape in loops.shapes]
+    absent = -1  # in place of the size of a common dim that the operand lacks
     for shape, places in zip(shapes, (call["expand1"], call["expand2"], call["expand3"]), strict=True):
         for place in sorted(places):
-            shape.insert(place, -1)  # the operand lacks this dim
+            shape.insert(place, absent)
     operands: list[Dims] = [
-        tuple(loops.dim(f"d{i}", n, "sum" if i in summed else FREE) for i, n in enumerate(shape) if n >= 0)
+        tuple(loops.dim(f"d{i}", n, "sum" if i in summed else FREE) for i, n in enumerate(shape) if n != absent)
         for shape in shapes
     ]
-    sizes = enumerate(zip(*shapes, strict=True))
-    result = tuple(loops.dim(f"d{i}", max(over)) for i, over in sizes if i not in summed)
-    return loops.spec(operands, [result], linear=[{0}, {1}, {2}])
+    sizes = enumerate(zip(*shapes, strict=True))  # common dim -> its size in each operand
+    result = tuple(loops.dim(f"d{i}", max(of_operands)) for i, of_operands in sizes if i not in summed)
+    return loops.spec(operands, [result], linear=[{0}, {1}, {2}])  # in each operand by itself
 
 
 # Arguments with LAPACK pivots (the rows exchanged, counted from 1): one dim less than the matrix.
@@ -125,50 +137,69 @@ MATRIX_FUNCTIONS = table(
 
 class _Image:
     """Loops of a convolution: input ``n (g c) X``, weight ``(g o) c K`` (``(g c) o K`` if transposed), output
-    ``n (g o) Y``. ``kinds`` has the kind (free, whole, a reduction) of the loops n, c and o that are not free.
+    ``n (g o) Y``. n is the batch, g the groups, c and o the input and output channels of a group; X, K and Y stand for
+    the spatial dims, which are whole.
+
+    Args:
+        x, w, y: shapes of input, weight and output.
+        kinds: the kind (free, whole, a reduction) of those of the loops n, c and o that are not free.
+
+    Attributes:
+        x, w, y: factors of the dims of input, weight and output.
+        channels: factors of the output channels, which a bias has too.
     """
 
     def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:
         call = loops.call
         groups, transposed = call["groups"], call["transposed"]
+        # Dim 1 of input and output has the channels of all groups.
         n = loops.dim("n", x[0], kinds.get("n", FREE))
         g = loops.dim("g", groups)
         c = loops.dim("c", x[1] // groups, kinds.get("c", FREE))
         o = loops.dim("o", y[1] // groups, kinds.get("o", FREE))
-        self.channels = (*g, *o)
-        self.x = (n, (*g, *c), *loops.dims("x", x[2:], WHOLE))
+        in_channels, self.channels = (*g, *c), (*g, *o)
+        self.x = (n, in_channels, *loops.dims("x", x[2:], WHOLE))
         self.y = (n, self.channels, *loops.dims("y", y[2:], WHOLE))
+        # Dim 0 of the weight has the channels of all groups, dim 1 those of one group on the other side.
         kernel = loops.dims("k", w[2:], WHOLE)
-        self.w = ((*g, *c), o, *kernel) if transposed else (self.channels, c, *kernel)
+        self.w = (in_channels, o, *kernel) if transposed else (self.channels, c, *kernel)
 
 
 def _forward(call: Call) -> Spec:
-    """Return the spec of a convolution."""
+    """Return the spec of a convolution: it sums over the input channels ``c`` of a group."""
     loops = Loops(call)
     biased = len(loops.shapes) == 3
+    x, w, y = loops.shapes[0], loops.shapes[1], loops.result_shapes[0]
     # With c split the output is partial, and every rank would add the bias to its term.
-    image = _Image(loops, loops.shapes[0], loops.shapes[1], loops.result_shapes[0], c=WHOLE if biased else "sum")
+    image = _Image(loops, x, w, y, c=WHOLE if biased else "sum")
     operands = [image.x, image.w, *([(image.channels,)] if biased else [])]
+    # Linear in the input and in the weight; with a bias in neither, by the same reason.
     return loops.spec(operands, [image.y], linear=() if biased else [{0}, {1}])
 
 
 def _backward(call: Call) -> Spec:
-    """Return the spec of the backward of a convolution."""
+    """Return the spec of the backward of a convolution: gradients of the input (a sum over ``o``), of the weight and of
+    the bias (sums over the batch ``n``). ``output_mask`` of the call says which of the three there are.
+    """
     loops = Loops(call)
-    y, x, w = loops.shapes
+    y, x, w = loops.shapes  # the gradient of the output has the output's shape
+    has_bias_gradient = call["output_mask"][2]
     # The bias gradient does not sum over c, so splitting c would leave it replicated and not partial.
-    image = _Image(loops, x, w, y, n="sum", o="sum", c=WHOLE if call["output_mask"][2] else FREE)
+    image = _Image(loops, x, w, y, n="sum", o="sum", c=WHOLE if has_bias_gradient else FREE)
     grads: list[Dims] = [image.x, image.w, (image.channels,)]
     results = [dims for dims, result in zip(grads, call.results, strict=True) if result is not None]
-    return loops.spec([image.y, image.x, image.w], results, linear=[{0}])
+    grad_position = 0  # linear in the gradient of the output
+    return loops.spec([image.y, image.x, image.w], results, linear=[{grad_position}])
 
 
 def _local_groups(local: Local) -> Emitted:
-    """Emit and return the convolution, or its backward, with the number of groups that the local channels form.
+    """Emit and return the convolution, or its backward, with the number of groups that this rank's channels form: a
+    split of the channels may split the groups.
 
     Dim 1 of the weight is the channels of one group: input channels or, if transposed, output channels.
     """
     is_backward = local.call.position("grad_output") is not None
+    # The tensor of whose channels dim 1 of the weight has one group: the input or, if transposed, the output.
     if not local.call["transposed"]:
         layout = local.operand_layout("input")
     else:
@@ -178,35 +209,40 @@ def _local_groups(local: Local) -> Emitted:
 
 
 def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
-    """Return rules for ops that slide a window over the last ``ndim`` dims, such as pooling. These dims must not be
-    split; leading dims may be. ``linear``: operand 0 may be a partial sum.
+    """Return rules for ops that slide a window over the last ``ndim`` dims, such as pooling, and for their backward
+    ops. These dims must not be split; leading dims may be.
+
+    Args:
+        ops: names of aten ops, separated by spaces.
+        linear: whether operand 0 may be a partial sum.
     """
     text = "... x -> ... y    x y: whole" + ("    linear in operand 0" if linear else "")
     return rules_for(ops, mixed(lambda call: range(-ndim, 0), linear=linear), text)
 
 
 def _resize_backward(ops: str, ndim: int) -> list[Rule]:
-    """Return rules of backward ops of windows (see `windowed`). Their argument ``input_size`` is the shape of the
-    result, so on a rank it becomes the local shape.
+    """Return rules of backward ops of resizing the last ``ndim`` dims, such as upsampling (see `windowed`). Their
+    argument ``input_size`` is the shape of the result, so on a rank it becomes the local shape.
     """
     return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, ndim, linear=True)]
 
 
 def _sampled(call: Call) -> Spec:
-    """Return the spec of ``grid_sample`` or of its backward: an image ``n c X`` is read at grid points ``n Y``, which
-    all channels share.
+    """Return the spec of ``grid_sample`` or of its backward: an image ``n c X`` is read at grid points ``n Y e`` (e is
+    their 2 or 3 coordinates), which all channels share; the result is ``n c Y``.
     """
     loops = Loops(call)
     backward = "grad_output" in loops.names
     image, grid = (loops.shapes[loops.names.index(name)] for name in ("input", "grid"))
     # Channels share the grid, so the grid's gradient sums over them.
     n, c = loops.dim("n", image[0]), loops.dim("c", image[1], "sum" if backward else FREE)
+    # In backward all points add to the whole image's gradient, so they are not split.
     points = loops.dims("y", grid[1:-1], WHOLE if backward else FREE)
     x, of_grid = (n, c, *loops.dims("x", image[2:], WHOLE)), (n, *points, loops.dim("e", grid[-1], WHOLE))
     y = (n, c, *points)
     by_name = {"input": x, "grid": of_grid, "grad_output": y}
     results: list[Dims] = [y]
-    if backward:
+    if backward:  # gradients of image and grid, of which one may be None
         results = [dims for dims, result in zip((x, of_grid), call.results, strict=True) if result is not None]
     # Backward is linear in the gradient alone, forward in the image.
     linear = [{loops.names.index("grad_output" if backward else "input")}]
@@ -214,10 +250,12 @@ def _sampled(call: Call) -> Spec:
 
 
 def _columns(call: Call) -> Spec:
-    """Return the spec of ``im2col``, from an image ``n c X`` to its windows ``n (c k) l``, and of ``col2im``, back."""
+    """Return the spec of ``im2col``, from an image ``n c X`` to its windows ``n (c k) l``, and of ``col2im``, back. A
+    window has k elements of each channel c, and there are l windows; n is an optional batch.
+    """
     loops = Loops(call)
     columns, image = loops.shapes[0], loops.result_shapes[0]
-    if "output_size" not in call:
+    if "output_size" not in call:  # an argument of `col2im` alone
         columns, image = image, columns
     lead = loops.dims("n", image[:-3])
     c = loops.dim("c", image[-3])
@@ -226,7 +264,8 @@ def _columns(call: Call) -> Spec:
         columns: (*lead, window_factors, loops.dim("l", columns[-1], WHOLE)),
         image: (*lead, c, *loops.dims("x", image[-2:], WHOLE)),
     }
-    return loops.spec([sides[loops.shapes[0]]], [sides[loops.result_shapes[0]]], linear=[{0}])
+    operand, result = sides[loops.shapes[0]], sides[loops.result_shapes[0]]
+    return loops.spec([operand], [result], linear=[{0}])
 
 
 _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
