@@ -416,7 +416,7 @@ class KeyBlocks:
             if self.key.shape[2] != self.keys:  # padding has no column; queries do not see it, so any will do
                 columns = run(aten.clamp.default, columns, 0, self.keys - 1)
             bias = run(aten.index_select.default, bias, len(call["bias"].shape) - 1, columns)
-        if (hidden := self._hidden(ranks)) is not None:
+        if (hidden := self._hidden(ranks)) is not None:  # as a term of the scores: -inf where hidden, else 0
             hidden = run(aten.reshape.default, hidden, [1, 1, *self.local.builder.shape(hidden)])
             mask = run(aten._to_copy.default, hidden, dtype=call.operands[call.position("query") or 0].dtype)
             mask = run(aten.where.ScalarOther, hidden, run(aten.full_like.default, mask, -inf), 0.0)
@@ -425,6 +425,7 @@ class KeyBlocks:
         # is right then.
         if bias is None or self.whole or (self.gathers and not self.pending):
             return bias, None
+        # A query sees no key of the block if all of its scores are -inf.
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
 
     def _hidden(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted | None:

@@ -184,6 +184,7 @@ class _Carried:
         factors by which the steps scale it. Return None if a step is not ``factor * carry + summand`` for each of
         these.
         """
+        # ``scales``: (carry, factor) of each node that is factor * carry + summand; factors are nodes of the copy.
         graph, env, scales = self._copy(scales=True)
         others: set[fx.Node] = set()  # computed from carries in other ways
         for node in self.nodes:

@@ -106,7 +106,7 @@ def exchange(
         # A row of a buffer has room for alignment behind its message.
         receive_rows, send_rows = (pack[:, : packing.size] for pack in packs)
         received = dict(zip(peers, receive_rows, strict=True))
-        sent = dict(zip(peers, send_rows.expand(len(peers), -1), strict=True))
+        sent = dict(zip(peers, send_rows.expand(len(peers), -1), strict=True))  # a single row is that of all peers
         for peer in peers[:distinct]:
             torch.cat(parts[peer], out=sent[peer])
     # Tensors that do not share a message; empty ones need none.

@@ -214,7 +214,7 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
         square, tall, wide, long = next(products)
         square @ square, tall @ wide, long @ tall, wide @ long  # noqa: B018
 
-    counted = 2 * (512**3 + 3 * 512 * 256 * 768)  # FLOP of `multiply`: a product and a sum per step
+    counted = 2 * (512**3 + 3 * 512 * 256 * 768)  # FLOP of `multiply`: a multiplication and an addition per term
     shape = torch.Size([4, 8, 128, 32])  # batch, heads, sequence, head dim
     operands = _in_turn(lambda: [torch.rand(shape) for _ in range(4)])
     attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -222,7 +222,7 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
 
     def attention() -> None:
         *heads, tangent = next(operands)
-        back(tangent, *heads, *attend(*heads, 0.0, True), 0.0, True)
+        back(tangent, *heads, *attend(*heads, 0.0, True), 0.0, True)  # without dropout, causal
 
     forward: Any = sdpa_flop_count
     backward: Any = sdpa_backward_flop_count
