@@ -42,7 +42,7 @@ with _outgrown():  # garbage collections would take a quarter of the time of the
     from shardc.runtime.methods import expert_tokens, register_forward_method
     from shardc.runtime.sim.training import Simulation
     from shardc.search.request import auto, find_plan
-    from shardc.search.result import Found
+    from shardc.search.result import SearchResult
     from shardc.train import train_step, value_and_grad
 
 _logs.configure(_os.environ.get("SHARDC_LOGS", ""))
@@ -50,12 +50,12 @@ _logs.configure(_os.environ.get("SHARDC_LOGS", ""))
 __version__ = "0.2.0"
 
 __all__ = [
-    "Found",
     "Layout",
     "Mesh",
     "Options",
     "Plan",
     "Program",
+    "SearchResult",
     "ShardcError",
     "ShardcWarning",
     "Simulation",
@@ -93,6 +93,13 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Raise AttributeError for a name that the package does not have; of an earlier version's name, it says the new."""
+    if name == "Found":
+        raise AttributeError("shardc.Found is called shardc.SearchResult now")
+    raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

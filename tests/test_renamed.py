@@ -33,3 +33,10 @@ def test_an_old_name(old: Callable[[], object], new: str) -> None:
 def program() -> shardc.Program:
     module = shardc.compile(torch.nn.Linear(4, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"))
     return module.lower(torch.empty(4, 4))
+
+
+def test_an_old_name_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="shardc.Found is called shardc.SearchResult now"):
+        _ = shardc.Found
+    with pytest.raises(AttributeError, match="module 'shardc' has no attribute 'lost'"):
+        _ = shardc.lost

@@ -19,7 +19,7 @@ from shardc.report.stage_schedule import PipelineSchedule
 from shardc.report.stage_timeline import answer
 from shardc.report.units import duration, size
 from shardc.search.request import Auto
-from shardc.search.result import Found, Trial
+from shardc.search.result import SearchResult, Trial
 
 ARGUMENTS = (
     *target.MODEL,
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         write(options.json, result.plan.to_json())
 
 
-def text(result: Found, options: argparse.Namespace) -> str:
+def text(result: SearchResult, options: argparse.Namespace) -> str:
     """Return the text about a search's result: the plan, its cost, and the command that compiles it."""
     schedule = result.schedule
     step, exposed = duration(schedule.seconds), duration(schedule.exposed)
@@ -102,7 +102,7 @@ def _row(name: str, trial: Trial) -> tuple[str, ...]:
     return name, str(trial.mesh), step, exposed, f"{memory}{fits}", mfu, str(trial.plan)
 
 
-def _commands(result: Found, options: argparse.Namespace) -> list[str]:
+def _commands(result: SearchResult, options: argparse.Namespace) -> list[str]:
     """Return lines to paste: the command that predicts the found plan, and with ``--json`` the call that
     compiles it.
     """

@@ -32,15 +32,21 @@ class State:
         turns: schedule of the calls at which ranks compare inputs.
         admits: called with the program of each call before it runs; raises where it may not.
         around: forward that a user set on the module and that calls the compiled one (`forward_calls.Forward`).
-        found: result of the search for the plan (`shardc.search.result.Found`); None if the user gave the plan.
+        search_result: what a search for the plan returned (`shardc.search.result.SearchResult`); None without a search.
         epoch: epoch of the event numbers (`RankConsistency.epoch`) at the last run.
     """
 
     def __init__(
-        self, owner: nn.Module, spec: ShardingSpec, build: Build, sync: Sync, sources: Sources, found: Any = None
+        self,
+        owner: nn.Module,
+        spec: ShardingSpec,
+        build: Build,
+        sync: Sync,
+        sources: Sources,
+        search_result: Any = None,
     ) -> None:
         object.__setattr__(owner, "shardc", self)  # past a ``__setattr__`` of the model's class
-        self.spec, self.params, self.found = spec, ParamStore(spec, owner, sync, sources), found
+        self.spec, self.params, self.search_result = spec, ParamStore(spec, owner, sync, sources), search_result
         self.cache = ProgramCache(spec, self.params, build)
         self.turns, self.epoch = Turns(), 0
         self.admits: Callable[[Executable], None] | None = None

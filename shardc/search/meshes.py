@@ -17,7 +17,7 @@ from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel
 from shardc.search.memory_fit import LEAST
 from shardc.search.plan_search import MARGIN, Search
-from shardc.search.result import Found, Report, Trial
+from shardc.search.result import Report, SearchResult, Trial
 from shardc.search.stage_search import AXIS, StageSearch
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
@@ -112,7 +112,7 @@ class SearchOverMeshes:
     options: Options
     report: Report | None = None
 
-    def run(self, meshes: Mapping[Mesh, str]) -> Found:
+    def run(self, meshes: Mapping[Mesh, str]) -> SearchResult:
         """Return the best plan on any of ``meshes``; the most promising meshes are searched first.
 
         Args:
@@ -129,7 +129,7 @@ class SearchOverMeshes:
             searches[best.mesh].confirm(best)
         if best is not None:
             left_out += [text for search in searches.values() for text in search.left_out.values()]
-            return Found(best.plan, best.mesh, tuple(_trials(searches)), self.hand, tuple(left_out))
+            return SearchResult(best.plan, best.mesh, tuple(_trials(searches)), self.hand, tuple(left_out))
         if trials := _trials(searches):
             raise self._too_large(trials, list(meshes))
         if errors:

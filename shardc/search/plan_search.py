@@ -444,7 +444,7 @@ class Search:
         """
         assert trial.estimate is not None
         captured_model = self.captured_model.of_plan(trial.plan, self.mesh)
-        schedule = self.schedule(trial.plan, captured_model, by_hand=not trial.found)
+        schedule = self.schedule(trial.plan, captured_model, by_hand=not trial.from_search)
         if schedule is None:
             del self.tried[str(trial.plan)]
             return

@@ -31,7 +31,7 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.inputs import takes_loss
 from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.meshes import SearchOverMeshes, meshes_of, with_stages
-from shardc.search.result import Found, Report
+from shardc.search.result import Report, SearchResult
 from shardc.search.stage_search import AXIS
 from shardc.validate import Bytes, Range, check_fields, checked
 
@@ -44,8 +44,8 @@ def search_once(
     device: torch.device,
     options: Options,
     groups: Groups | None,
-) -> Found:
-    """Return the plan found for a model to compile, as `Found`. Rank 0 searches, and the other ranks receive its plan.
+) -> SearchResult:
+    """Search a plan for a model to compile. Rank 0 searches, and the other ranks receive its plan.
 
     Args:
         request: the search that the user asked for.
@@ -60,7 +60,7 @@ def search_once(
     if groups is None or groups.consistency.alone:
         return request.search(source, mesh, options).brief()
     error: ShardcError | None = None
-    result: Found | None = None
+    result: SearchResult | None = None
     text = ""
     if groups.rank == 0:
         try:
@@ -78,7 +78,7 @@ def search_once(
         raise PlanError(f"the mesh's first rank found no plan: {reply['error']}")
     rest = Plan.from_json(reply["plan"])
     user_plan = request.plan if rest.setting("pp") is None else unstaged(request.plan)
-    return result or Found(user_plan | rest, Mesh.of(mesh), hand=request.plan)
+    return result or SearchResult(user_plan | rest, Mesh.of(mesh), hand=request.plan)
 
 
 def unstaged(plan: Plan) -> Plan:
@@ -167,9 +167,9 @@ class Auto:
         options: Options | None = None,
         axes: int = 2,
         report: Report | None = None,
-    ) -> Found:
+    ) -> SearchResult:
         """Search for the fastest plan that fits in memory, on ``mesh`` or, if that is None, on any mesh of `ranks`
-        ranks. Return it as `Found`.
+        ranks. Return it as `SearchResult`.
 
         Args:
             source: the model and its example inputs.
@@ -292,9 +292,9 @@ def find_plan(
     options: Options | None = None,
     report: Report | None = None,
     **kwargs: PyTree,
-) -> Found:
+) -> SearchResult:
     """Search for the plan with the least predicted step time that fits in memory, without devices; return it as
-    `Found`.
+    `SearchResult`.
 
     Args:
         model: as for `shardc.compile`.
@@ -310,7 +310,7 @@ def find_plan(
         **kwargs: example inputs by name.
 
     Returns:
-        A `Found`; compile its ``plan`` on its ``mesh``.
+        A `SearchResult`; compile its ``plan`` on its ``mesh``.
 
     Raises:
         PlanError: no plan fits in memory (the text has the memory of the smallest), or ``plan`` does not match the
@@ -331,7 +331,7 @@ def find_plan(
     return request.search(source, on, options, axes, report)
 
 
-def _warn_unused(result: Found, source: ModelCall) -> None:
+def _warn_unused(result: SearchResult, source: ModelCall) -> None:
     """Warn of each mesh axis over which the plan splits nothing, so that all ranks along it compute the same.
 
     Warns:

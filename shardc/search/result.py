@@ -1,4 +1,4 @@
-"""`Found`, the result of a search: plan and mesh, their predicted cost, and all plans that were tried."""
+"""`SearchResult`, the result of a search: plan and mesh, their predicted cost, and all plans that were tried."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Trial:
         return not self.fits, self.seconds if self.fits else self.memory
 
     @property
-    def found(self) -> bool:
+    def from_search(self) -> bool:
         """Return whether the plan is from a solution; otherwise it is ready-made, or the user's own."""
         return self.origin == "found"
 
@@ -124,7 +124,7 @@ Report = Callable[[Trial], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The plan with the least predicted step time that fits in memory.
 
     Args:
@@ -200,10 +200,10 @@ class Found:
         """Return the best trial of a ready-made plan or of the user's entries alone: the fastest that fits in memory,
         or else the smallest. None if there is none.
         """
-        forms = [trial for trial in self.trials if not trial.found]
+        forms = [trial for trial in self.trials if not trial.from_search]
         return min(forms, key=lambda t: (*t.order, str(t.mesh), str(t.plan)), default=None)
 
-    def brief(self) -> Found:
+    def brief(self) -> SearchResult:
         """Return a copy with three trials only: `best`, `solution` and `form`. The other trials keep graphs of
         programs alive.
         """

@@ -24,7 +24,7 @@ from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.memory_fit import LEAST
 from shardc.search.meshes import meshes_of
 from shardc.search.plan_search import Search
-from shardc.search.result import Found, Trial
+from shardc.search.result import SearchResult, Trial
 from shardc.solver import solve
 from shardc.solver.energy import evaluate
 from tests.ranks import device_mesh, run_ranks
@@ -41,11 +41,11 @@ def build(width: int, device: str = "meta") -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return shardc.find_plan(build(512), Mesh(dp=2, tp=2), LARGE, memory="1GB")
 
 
-def test_it_is_the_fastest_that_fits(found: Found) -> None:
+def test_it_is_the_fastest_that_fits(found: SearchResult) -> None:
     assert found.mesh == Mesh(dp=2, tp=2)
     assert found.best.fits and found.schedule.seconds == min(t.seconds for t in found.trials if t.fits)
     assert found.form is not None and found.schedule.seconds <= found.form.seconds
@@ -54,7 +54,7 @@ def test_it_is_the_fastest_that_fits(found: Found) -> None:
     assert set(found.plan.axes) == {"dp", "tp"}
 
 
-def test_the_table_has_a_row_for_each_plan(found: Found) -> None:
+def test_the_table_has_a_row_for_each_plan(found: SearchResult) -> None:
     head, *rows = found.table().splitlines()
     assert head.split()[:2] == ["mesh", "plan"] and len(rows) == len(found.trials)
     assert str(found).startswith(f"{found.plan}\non dp=2 tp=2: ")
@@ -64,7 +64,7 @@ def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: py
     """As if every schedule hid all that a sum counts: then nothing but the library's forms is left."""
     monkeypatch.setattr(plan_search, "MARGIN", 0.0)
     found = shardc.find_plan(build(512), Mesh(dp=2, tp=2), LARGE, memory="1GB")
-    assert found.trials and not any(trial.found for trial in found.trials)
+    assert found.trials and not any(trial.from_search for trial in found.trials)
     assert found.best is found.form and str(found).startswith(f"{found.plan}\n")
 
 
@@ -143,14 +143,14 @@ def test_a_form_under_which_alike_blocks_differ_is_scheduled() -> None:
     assert search.schedule(form, search.captured_model) is not None
 
 
-def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
+def test_it_is_what_compile_compiles(found: SearchResult, tmp_path: Path) -> None:
     """The plan by a search, the same from a file, and a second search: one program, as it was predicted."""
     asked, options = shardc.auto(memory="1GB", inputs=LARGE), shardc.Options(bucket_size=H100)  # as on GPUs
     searched = shardc.compile(build(512), found.mesh, asked, options=options)
-    assert searched.shardc.cache.build.plan == searched.shardc.found.plan == found.plan
+    assert searched.shardc.cache.build.plan == searched.shardc.search_result.plan == found.plan
     found.plan.save(tmp_path / "plan.json")
     loaded = shardc.compile(build(512), found.mesh, shardc.Plan.load(tmp_path / "plan.json"), options=options)
-    assert loaded.shardc.found is None
+    assert loaded.shardc.search_result is None
     one, other = searched.lower(LARGE), loaded.lower(LARGE)
     assert [one.text(stage) for stage in one.stages] == [other.text(stage) for stage in other.stages]
     assert other.schedule("h100").seconds == found.schedule.seconds
@@ -220,7 +220,7 @@ def test_meshes(ranks: int, node: int, axes: int, said: tuple[str, ...], expecte
 def test_what_is_given_holds(given: shardc.Plan) -> None:
     auto = shardc.auto(inputs=LARGE) | given
     module = shardc.compile(build(512), Mesh(dp=2, tp=2), auto)
-    entries = module.shardc.found.plan.entries
+    entries = module.shardc.search_result.plan.entries
     assert all(entry in entries for entry in given.entries)
 
 
@@ -321,7 +321,7 @@ def train(memory: str) -> None:
     plans: list[Any] = [None, None]
     dist.all_gather_object(plans, module.shardc.cache.build.plan.to_json())
     assert plans[0] == plans[1]
-    assert bool(module.shardc.found.trials) == (dist.get_rank() == 0)
+    assert bool(module.shardc.search_result.trials) == (dist.get_rank() == 0)
     loss = module(*module.shard_inputs(x, y))
     loss.backward()
     expected = mse_loss(model(x), y)

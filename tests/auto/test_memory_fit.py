@@ -18,7 +18,7 @@ from shardc.plan import resolve_params
 from shardc.plan.entries import Offload, Save
 from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.memory_fit import Fit
-from shardc.search.result import Found
+from shardc.search.result import SearchResult
 from tests.models.alike import trains_alike
 
 MESH = Mesh(dp=2)
@@ -63,7 +63,7 @@ def loss(out: Tensor) -> Tensor:
 @lru_cache
 def find(
     layers: int, width: int, batch: int, memory: float, hand: shardc.Plan | None = None, device: str = "h100"
-) -> Found:
+) -> SearchResult:
     with torch.device("meta"):
         model, x = Net(layers, width).double(), torch.empty(batch, width, dtype=torch.float64)
     options = shardc.Options(bucket_size=8 << 20)  # as `peak` has; in smaller ones parameters on the host cost less
@@ -84,7 +84,7 @@ class Trial:
     seconds: float
 
 
-def recomputed(found: Found) -> list[str]:
+def recomputed(found: SearchResult) -> list[str]:
     return [entry.glob for entry in found.plan.entries if isinstance(entry, Save)]
 
 

@@ -19,7 +19,7 @@ from shardc.plan.expression import parse_plan
 from shardc.report.stage_schedule import PipelineSchedule
 from shardc.search.captured_model import CapturedModel, ModelCall
 from shardc.search.meshes import with_stages
-from shardc.search.result import Found
+from shardc.search.result import SearchResult
 from shardc.search.stage_cost import Part, Player, parts_of
 from tests.pipeline.programs import Blocks
 
@@ -37,24 +37,24 @@ MESH = Mesh(pp=2, dp=2)
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return shardc.find_plan(model(), MESH, X, Y, loss=mse_loss, plan=PP)
 
 
-def test_the_cut_of_a_given_pipeline_is_found(found: Found) -> None:
+def test_the_cut_of_a_given_pipeline_is_found(found: SearchResult) -> None:
     entry = found.plan.setting("pp")
     assert entry.schedule == "zbv" and len(entry.cut) == 3 and isinstance(found.schedule, PipelineSchedule)
     assert found.mesh == MESH and "dp" in found.plan.axes
 
 
-def test_a_found_pipeline_compiles_from_its_text_as_predicted(found: Found) -> None:
+def test_a_found_pipeline_compiles_from_its_text_as_predicted(found: SearchResult) -> None:
     plan = parse_plan(str(found.plan))
     assert plan == found.plan
     again = shardc.compile(model(), MESH, plan, loss=mse_loss, options=OPTIONS).lower(X, Y).schedule("h100")
     assert again.seconds == found.schedule.seconds and again.peak == found.memory
 
 
-def test_it_is_no_slower_than_the_cut_by_weights(found: Found) -> None:
+def test_it_is_no_slower_than_the_cut_by_weights(found: SearchResult) -> None:
     rest = shardc.Plan.of(entry for entry in found.plan.entries if entry.key != ("pp",))
     plain = shardc.compile(model(), MESH, rest | PP, loss=mse_loss, options=OPTIONS).lower(X, Y)
     assert found.schedule.seconds <= plain.schedule("h100").seconds
