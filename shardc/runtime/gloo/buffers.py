@@ -91,7 +91,7 @@ class Arena:
 
 
 def _is_free(span: tuple[int, int], used: Sequence[tuple[int, int]]) -> bool:
-    """Whether ``span``, (from, to), overlaps none of the ranges ``used``, which are sorted and disjoint."""
+    """Returns whether ``span``, (from, to), overlaps none of the ranges ``used``, which are sorted and disjoint."""
     at = bisect(used, span)
     # Only the range before and the range behind can overlap.
     return all(span[1] <= a or b <= span[0] for a, b in used[max(at - 1, 0) : at + 1])
@@ -119,7 +119,7 @@ class MemoryUse:
 
     @property
     def planned_peak(self) -> int:
-        """The largest planned peak of a graph, in bytes."""
+        """Returns the largest planned peak of a graph, in bytes."""
         return max(self.planned.values(), default=0)
 
 
@@ -146,7 +146,7 @@ class Buffers:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the arenas."""
+        """Returns the bytes of the arenas."""
         return sum(arena.size for arena in self.arenas.values())
 
     def use(self, planned: dict[str, int]) -> MemoryUse:

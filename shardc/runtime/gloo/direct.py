@@ -150,7 +150,9 @@ def prepare(graph: fx.Graph) -> None:
 
 
 def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
-    """Implements ``all_gather_into_tensor_coalesced`` on CPU ranks by direct messages."""
+    """Implements ``all_gather_into_tensor_coalesced`` on CPU ranks by direct messages. ``slots`` are those of the
+    results in the memory plan, then of the shared messages.
+    """
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
     gathered = [
@@ -161,7 +163,6 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
     flat = [x.view(-1) for x in inputs]
     packing = packing_of(flat)
     rows = [x.expand(group_size, -1) for x in flat]  # all peers get the same
-    # The slots are those of the results, then of the shared messages.
     mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(gathered) :])
     # This rank's own part, while messages are in flight.
     torch._foreach_copy_([part[rank] for part in parts], flat)
@@ -314,8 +315,8 @@ def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
 
 
 def _share_message(parts: Sequence[Tensor]) -> bool:
-    """Whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and they are
-    small in total. Sender and receiver decide alike, as both know the sizes.
+    """Returns whether ``parts``, the tensors for one peer, are sent as one message. They are if there are several and
+    they are small in total. Sender and receiver decide alike, as both know the sizes.
     """
     return len(parts) > 1 and sum(x.nbytes for x in parts) <= LARGEST
 

@@ -34,7 +34,7 @@ class Wires:
         self.moved += 1
 
     def arrived(self, message: Message) -> bool:
-        """Whether ``message`` was sent: messages between two ranks arrive in order, so the next one is it."""
+        """Returns whether ``message`` was sent. Messages of two ranks arrive in order, so if there is any, it is it."""
         return bool(self.queues.get((message.source, message.target)))
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
