@@ -127,7 +127,7 @@ class Border:
         """
         outputs = list(results[: self.count])
         outputs = self.views(half, outputs, feed).to_bases(outputs)
-        for at, shared in self._same_memory(half, outputs, [], feed).items():
+        for at, shared in self._same_memory(half, outputs, saved=[], feed=feed).items():
             if self._aliased_tensor(half, at, shared, outputs, feed) is None:
                 outputs[at] = outputs[at].clone()
         return self._read_only(half, outputs, feed)
@@ -160,6 +160,7 @@ class Border:
             if not isinstance(outputs[at], Tensor):
                 continue
             output = self._aliasing[half][at]
+            # The tensor in whose memory it is on one device; None if that is another output, or a constant.
             source = feed[position_of[output.of]] if output.of in position_of else None
             outputs[at] = read_only(outputs[at], output, self._index_of(half, at), self.program.returned, source)
         return outputs
@@ -176,10 +177,10 @@ class Border:
         """
         if half not in self._reads:
             takes = self.half(FORWARD).takes
-            at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
-            read = {(role.kind, role.name): role for role in half.reads.values()}
+            position = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
+            read = {(role.kind, role.name): role for role in half.reads.values()}  # each once
             overwritten = self.overwritten.values()
-            self._reads[half] = [(role, at[key]) for key, role in read.items() if role.name not in overwritten]
+            self._reads[half] = [(role, position[key]) for key, role in read.items() if role.name not in overwritten]
         return self._reads[half]
 
     @cached_property
@@ -325,7 +326,8 @@ class Border:
             first = first_output.setdefault(memory, at)
             saved_of = frozenset(saved_names.get(memory, ()))
             constant = at < self.count and of_constant(nodes[at])  # a base tensor (from `count` on) has no node
-            shared = SameMemory(input_at.get(memory), first if first < at else None, saved_of, constant)
+            earlier = first if first < at else None
+            shared = SameMemory(feed_index=input_at.get(memory), first=earlier, saved=saved_of, constant=constant)
             if shared:
                 aliases[at] = shared
         return aliases
@@ -380,7 +382,7 @@ def read_only(x: Tensor, output: Returned, index: int, returned: Sequence[Return
     elif source is None:
         shared = Shared(index, repr(output.of), constant=True)
     else:
-        shared = Shared(index, repr(output.of), weakref.ref(source), output.itself)
+        shared = Shared(index, repr(output.of), source=weakref.ref(source), itself=output.itself)
     return ReadOnly.of(x.detach(), shared)
 
 

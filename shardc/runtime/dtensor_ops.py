@@ -311,6 +311,7 @@ def _propagation(of_dtensor: Callable[..., object]) -> Callable[..., object]:
     def propagate(
         op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool
     ) -> object:
+        """Replaces DTensor's method of these arguments; ``info`` describes the operands (`OpInfo`)."""
         mesh = info.compute_mesh
         # Layouts of the operands, plain tensors included.
         specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]

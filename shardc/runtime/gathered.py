@@ -66,7 +66,7 @@ def _distribute_tensors(local_state_dict: dict[str, object], keys: list[str], *a
         target, part = pair
         for dim, index in enumerate(box_indices(target)):
             part = part.index_select(dim, index.to(part.device))
-        if target.is_meta:
+        if target.is_meta:  # it has no memory to copy to
             target = DTensor(part, target._spec, requires_grad=False)
         else:
             target.to_local().copy_(part)
@@ -175,6 +175,7 @@ def indices_at(
 
 def _runs(index: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yields (position in ``index``, global index, length) of each run of consecutive numbers in ``index``."""
+    # Positions at which a run begins, and the end of the last. Without elements: one run of length 0.
     breaks = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist(), len(index)]
     for start, stop in pairwise(breaks):
         yield start, int(index[start]) if stop > start else 0, stop - start

@@ -232,13 +232,13 @@ class Sync:
         """Sets whether backwards reduce the gradients of parameters ``names``; at FSDP levels 2 and 3 they always do.
         With ``on``, they are reduced over replicas again, too.
         """
-        self.unsynced = _switched(self.unsynced, not on, names)
+        self.unsynced = _switched(self.unsynced, on=not on, changed=names)
         if on:
             self.all_reduce(True, names)
 
     def all_reduce(self, on: bool, names: Iterable[str]) -> None:
         """Sets whether backwards also reduce gradients of ``names`` over replicas (HSDP), besides over shards."""
-        self.over_shards = _switched(self.over_shards, not on, names)
+        self.over_shards = _switched(self.over_shards, on=not on, changed=names)
 
     @contextlib.contextmanager
     def pause(self, names: Iterable[str]) -> Iterator[None]:

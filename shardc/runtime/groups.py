@@ -223,6 +223,7 @@ class Groups:
             return self.device_mesh
         if view not in self._views:
             rename = self.add((part,) for part in parts)
+            # One per dim of the view, which is the mesh with its ranks in the same order.
             process_groups = [c10d._resolve_process_group(rename[GROUP_PREFIX + part]) for part in parts]  # type: ignore[arg-type]
             ranks = self.device_mesh.mesh.reshape([size for _, size in view.shape])
             kind = self.device_mesh.device_type
@@ -483,6 +484,7 @@ def results_of(start: fx.Node) -> str:
     """Returns the names of the results of the collective that node ``start`` starts, as text: ``%a, %b, %c and 2
     more``.
     """
+    # Its results are those of its waits; with several, a `getitem` of each comes before the wait.
     users = [user for x in start.users for user in (x.users if x.target is getitem else (x,))]
     names = [f"%{ir.info(user).name}" for user in users]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -226,6 +226,9 @@ def shardwise_trunc_normal() -> Iterator[None]:
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> torch.Tensor:
+        """Fills ``tensor`` in place with normal values in [a, b], as torch's function does. If it is a `Virtual`, this
+        rank's elements get the values that one device draws.
+        """
         # torch's function also works on a tensor of which this rank has all elements.
         if not isinstance(tensor, Virtual) or tensor.init_shard.whole or in_place:
             return original(tensor, mean, std, a, b, generator=generator)

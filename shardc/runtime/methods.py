@@ -49,6 +49,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     @torch.compiler.disable
     @functools.wraps(method)
     def call(self: ShardedModule, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Runs the program of ``method``, as that of a forward that is set for the time of the call."""
         before = vars(self).get("forward")
         vars(self)["forward"] = MethodType(method, self)  # a call runs the program of the present forward
         try:

@@ -63,7 +63,8 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     module_copy.__class__ = type(module)  # `unsharded` has the user's class; the copy is a compiled module again
     memo[id(module)] = module_copy
     build = state.cache.build.for_copy()
-    copied_state = type(state)(module_copy, state.spec, build, state.params.sync.for_copy(), {}, state.search_result)
+    sync = state.params.sync.for_copy()
+    copied_state = type(state)(module_copy, state.spec, build, sync, sources={}, search_result=state.search_result)
     copied_state.around = copy.deepcopy(state.around, memo)
     # Whether it was lowered, and the global shapes of shards, are facts about calls: they hold for the copy too.
     copied_state.cache.explicit, copied_state.cache.shapes = state.cache.explicit, dict(state.cache.shapes)

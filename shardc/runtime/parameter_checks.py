@@ -186,7 +186,7 @@ def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
     if not isinstance(value, DTensor):
         return shard_tensor(value, storage, rank)
     if value.device_mesh == param.device_mesh and value.placements == param.placements:
-        return padded_local(value, storage)
+        return padded_local(value, storage)  # its shard is that of `param`: nothing to gather
     return shard_tensor(value.full_tensor(), storage, rank)
 
 

@@ -159,7 +159,7 @@ class Described:
         """
         if isinstance(x, Tensor):
             shape, number = tuple(x.shape), None if x.dim() else x.detach().cpu()  # such as Adam's `step`
-            return Described(shape, x.dtype, number, x.device.type)
+            return Described(shape, x.dtype, number=number, device=x.device.type)
         if x is None or isinstance(x, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
             return x
         return Described(unshared=type(x).__name__)

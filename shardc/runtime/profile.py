@@ -182,14 +182,15 @@ def profile_step(step: Callable[[], object]) -> Profiled:
         end = max(span(x)[1] for x in (event, native, *sent, *received))
         sent_bytes = sum(count * size for count, size in map(_payload, sent)) if sent else None
         payload = None if sent else _payload(native)
-        ran.append(Ran(kind, sent_bytes, payload, start, end, event.duration_ns() / 1e9))
+        called = event.duration_ns() / 1e9
+        ran.append(Ran(kind, sent=sent_bytes, payload=payload, start=start, end=end, called=called))
     waits = tuple(map(span, named(f"{NAMESPACE}::wait_tensor")))
     # Those of whole graphs: names of ranges inside of them have a comma.
     ranges = tuple(
         (name, *span(event)) for event in events if (name := event.name()).startswith("shardc ") and "," not in name
     )
     seconds = (max(map(_end, events)) - first) / 1e9
-    return Profiled(tuple(ran), waits, ranges, _peak(events), seconds, first)
+    return Profiled(tuple(ran), waits, ranges, allocated=_peak(events), seconds=seconds, begin=first)
 
 
 def peak_of(step: Callable[[], object]) -> int:

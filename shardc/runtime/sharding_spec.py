@@ -73,7 +73,7 @@ class ShardingSpec:
         if self.groups is None or not self.stages:
             return self.storages
         return {
-            name: OwnedLayout(layout, self.stages, self.owners[name], self.owners[name] == self.groups.stage)
+            name: OwnedLayout(layout, self.stages, self.owners[name], local=self.owners[name] == self.groups.stage)
             for name, layout in self.storages.items()
         }
 

@@ -76,7 +76,7 @@ class StageLink:
     def _wait_until_sent(self, rank: int, count: int) -> None:
         """Waits until the first ``count`` messages to stage ``rank`` have been sent; their values can then be freed."""
         pending = self._pending[rank]
-        while pending and self._left[rank] < count:
+        while pending and self._left[rank] < count:  # in the order in which they were sent
             message, sends = pending.popleft()
             for work, _ in sends:
                 with self._named_errors(message):
