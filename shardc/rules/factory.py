@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 
 def _created(call: Call, kind: str = FREE) -> Spec:
-    """Return the spec of an op whose result is not computed from the elements of its operands: every dim of the result
-    may be split, or is of ``kind``.
+    """Return the spec of an op that creates a tensor: every dim of the result is a factor of ``kind``, which no operand
+    shares. Operands, such as the tensor of ``new_zeros`` or the key of a draw, are whole.
     """
     loops = Loops(call)
     operands = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]
@@ -25,14 +25,17 @@ def _created(call: Call, kind: str = FREE) -> Spec:
 
 
 def _uniform_local(local: Local) -> Emitted:
-    """Emit and return the draw of this rank's elements, each a function of the key and its global position."""
+    """Emit and return the draw of this rank's elements, each a function of the key and its global position, so that the
+    draws are the same on every mesh.
+    """
     layout, device = local.results[0], local.call["device"]
+    # The position of each element in the contiguous global tensor: the sum over dims of index times stride.
     call, stride, index = local.builder.call, layout.numel, None
     for dim, size in enumerate(layout.shape):
         stride //= max(size, 1)
         along = call(aten.mul.Tensor, positions(local, layout, dim, device), stride)
         index = along if index is None else call(aten.add.Tensor, call(aten.unsqueeze.default, index, -1), along)
-    if index is None:
+    if index is None:  # a tensor without dims
         index = call(aten.full.default, [], 0, dtype=torch.int64, device=device)
     key, stream = local.operand("key"), local.call["stream"]
     drawn = draws.uniform_at(call, key, stream, index, layout.numel, local.call["dtype"])
@@ -57,14 +60,15 @@ def _arange_local(local: Local) -> Emitted:
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
-    arange, value = local.call, local.call.results[0]
+    arange, result = local.call, local.call.results[0]
+    # Some overloads have no start or no step.
     bounds = (arange["start"] if "start" in arange else 0), (arange["step"] if "step" in arange else 1)
     start, step = (int(x) if isinstance(x, float) else x for x in bounds)  # as torch does for integers
-    assert value is not None
+    assert result is not None
     call = local.builder.call
     index = positions(local, layout, 0, local.call["device"])
-    index = call(aten.add.Scalar, call(aten.mul.Scalar, index, step), start)
-    return index if value.dtype == torch.int64 else call(aten._to_copy.default, index, dtype=value.dtype)
+    numbers = call(aten.add.Scalar, call(aten.mul.Scalar, index, step), start)
+    return numbers if result.dtype == torch.int64 else call(aten._to_copy.default, numbers, dtype=result.dtype)
 
 
 def _strided_local(local: Local) -> Emitted:
@@ -72,10 +76,10 @@ def _strided_local(local: Local) -> Emitted:
     in the global tensor.
     """
     shape, stride = local.results[0].local_shape, local.call["stride"]
-    local_stride, below = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
-        local_stride[dim] = below
-        below *= shape[dim]
+    local_stride, elements = [0] * len(shape), 1  # elements of the dims that vary faster in memory
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):  # the fastest first; of equals, the last
+        local_stride[dim] = elements
+        elements *= shape[dim]
     return local.same(size=list(shape), stride=local_stride)
 
 
