@@ -84,7 +84,7 @@ def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
         # Ranks' counts add up only if they count in the same bins.
         elements = "sum" if fixed(call) else WHOLE
         operands = [loops.dims("d", shape, elements) for shape in loops.shapes]
-        # Counts are linear in the weights (operand 1).
+        # Counts are linear in the weights (operand 1): if these are a partial sum, so are the counts.
         return loops.spec(
             operands, [loops.dims("bins", loops.result_shapes[0], WHOLE)], linear=[{1}] if len(operands) > 1 else ()
         )

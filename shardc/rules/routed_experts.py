@@ -76,7 +76,7 @@ def _call(call: Call) -> Spec:
         _tokens(loops, 2, "k"),
         *_params(loops, 3),
     ]
-    # Linear in operand 2, the routing weights.
+    # Linear in operand 2, the routing weights: if they are a partial sum, so is the result.
     spec = loops.spec(operands, [(operands[0][0], loops.dim("o", out_width, WHOLE))], linear=[{2}])
     # A row goes there with its weight, and its result comes back.
     return _routed(call, spec, choices, width=loops.shapes[0][1] + out_width + 1)
@@ -90,6 +90,7 @@ def _gradient(call: Call) -> Spec:
     choices = loops.shapes[2][1]
     # Widths: ``o`` of the gradient, ``d`` of the tokens, ``k`` of the chosen experts and of the weights.
     operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4)
+    # Linear in operand 0, the gradient of the result.
     spec = loops.spec(operands, [operands[1], *operands[3:]], linear=[{0}])
     # A gradient's row goes there; the gradients of its token and of its weight come back.
     return _routed(call, spec, choices, width=loops.shapes[0][1] + loops.shapes[1][1] + 1)

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     """Return the spec of an op whose results are consecutive ranges of ``dim`` of its operand. ``starts``: where the
-    ranges begin (0 may be left out).
+    ranges begin (0 may be left out). The op only moves elements, so any pending reduction passes through.
     """
     loops = Loops(call)
     shape = loops.shapes[0]
@@ -156,6 +156,7 @@ def _slice_scatter(call: Call) -> Spec:
     shape, src = loops.shapes
     block = gcd(start, src[dim], shape[dim]) if step == 1 else 0
     x = _in_blocks(loops, shape, dim, block, "x")
+    # A partial sum passes through if both operands are one.
     return loops.spec([x, _in_blocks(loops, src, dim, block, "y")], [x], linear=[{0, 1}])
 
 
@@ -171,6 +172,7 @@ def _slice_scatter_local(local: Local) -> Emitted:
 def _select_scatter(call: Call) -> Spec:
     """Return the spec of a write of one index of a dim, which may be split."""
     loops, x, rest = _unstacked(call, FREE)
+    # A partial sum passes through if both operands are one.
     return loops.spec([x, rest], [x], linear=[{0, 1}])
 
 
@@ -199,6 +201,7 @@ def _cat(call: Call) -> Spec:
         return _in_blocks(loops, x, dim, block if x[dim] else 0, name)
 
     operands = [factors(f"x{i}", x) for i, x in enumerate(loops.shapes)]
+    # A partial sum passes through if all operands are one.
     return loops.spec(operands, [factors("y", shape)], linear=[range(len(operands))])
 
 
@@ -239,6 +242,7 @@ def _stack(call: Call) -> Spec:
     dim = call["dim"] % len(shape)
     result = loops.dims("d", shape, but={dim: loops.dim(f"d{dim}", shape[dim], WHOLE)})
     operand = (*result[:dim], *result[dim + 1 :])
+    # A partial sum passes through if all operands are one.
     return loops.spec([operand for _ in loops.shapes], [result], linear=[range(len(loops.shapes))])
 
 

@@ -185,9 +185,10 @@ def _shift(call: Call) -> Spec:
     loops = Loops(call)
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.ordered("l", shape[dim])})
-    if len(loops.shapes) == 1:  # without ``fill``
+    if len(loops.shapes) == 1:  # without ``fill``; a partial sum passes through
         return loops.spec([x], [x], linear=[{0}])
     fill = (*x[:dim], loops.dim("fill", loops.shapes[1][dim], WHOLE), *x[dim + 1 :])
+    # A partial sum passes through if both operands are one.
     return loops.spec([x, fill], [x], linear=[{0, 1}])
 
 
@@ -206,7 +207,7 @@ def _edge(call: Call) -> Spec:
     shape, dim = loops.shapes[0], call["dim"]
     x = loops.dims("d", shape, but={dim: loops.indexed("l", shape[dim], "sum")})
     edge = (*x[:dim], loops.dim("edge", loops.result_shapes[0][dim], WHOLE), *x[dim + 1 :])
-    return loops.spec([x], [edge], linear=[{0}])
+    return loops.spec([x], [edge], linear=[{0}])  # a partial sum passes through
 
 
 def _edge_local(local: Local) -> Emitted:
@@ -230,7 +231,7 @@ def _cumsum(call: Call) -> Spec:
     loops = Loops(call)
     shape = loops.shapes[0]
     x = loops.dims("d", shape, but={call["dim"]: loops.ordered("l", shape[call["dim"]])})
-    return loops.spec([x], [x], linear=[{0}])
+    return loops.spec([x], [x], linear=[{0}])  # a partial sum passes through
 
 
 def _cumsum_local(local: Local) -> Emitted:
@@ -266,6 +267,7 @@ def _convolve(call: Call) -> Spec:
     """Return the spec of a convolution along a sequence that may be split."""
     loops = Loops(call)
     x, w, y = _dims(loops, *loops.shapes)
+    # A partial sum passes through if it is the input, or the weight, but not both.
     return loops.spec([x, w], [y], linear=[{0}, {1}])
 
 
@@ -273,7 +275,7 @@ def _convolve_weight(call: Call) -> Spec:
     """Return the spec of the gradient of the weight of `_convolve`: a split sequence leaves a partial sum."""
     loops = Loops(call)
     x, w, y = _dims(loops, *loops.shapes[1:], backward=True)
-    # Operands: gradient of the output, input, weight.
+    # Operands: gradient of the output, input, weight. Either of the first two may be a partial sum.
     return loops.spec([y, x, w], [w], linear=[{0}, {1}])
 
 
