@@ -47,9 +47,9 @@ FAMILIES = (
     routed_experts,
     factory,
 )
-_registered: dict[str, Rule] = {}
+_registered: dict[str, Rule] = {}  # name of an op -> the rule that the user gave it
 _linear: dict[str, str] = {}  # of these
-_ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
+_ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")  # namespaces of ops that copy their operands
 
 
 def find_rule(target: object) -> Rule | None:
@@ -57,7 +57,7 @@ def find_rule(target: object) -> Rule | None:
     overloads of the op, torch's own table (`fallback_rule`). The functional form of a custom op that writes to its
     arguments has the rule of that op.
     """
-    for name in _names(target):
+    for name in _names(target):  # a rule that the user registered precedes shardc's own of the same name
         if (match := _registered.get(name) or RULES.get(name)) is not None:
             return match
     return fallback_rule(target)
@@ -67,7 +67,7 @@ def _names(target: object) -> tuple[str, str]:
     """Return the two names by which rules are looked up for ``target``: the name of the overload (``aten.add.Tensor``),
     and the name of its op (``aten.add``).
     """
-    overload = str(written_op(target) or target)
+    overload = str(written_op(target) or target)  # of a functional form, the op that writes to its arguments
     return overload, overload.rpartition(".")[0]
 
 
@@ -77,11 +77,11 @@ def strides_of(target: object) -> str:
 
     Collectives and shardc's own ops copy their operands into contiguous memory. Python functions (getitem) read none.
     """
-    namespace = getattr(target, "namespace", None)
+    namespace = getattr(target, "namespace", None)  # None for a Python function
     if namespace is None or namespace in _ANY_STRIDES:
         return ANY
     op_rule = find_rule(target)
-    return TRACED if op_rule is None else op_rule.strides
+    return TRACED if op_rule is None else op_rule.strides  # of an op without a rule nothing is certain
 
 
 def is_registered(target: object) -> bool:
@@ -90,7 +90,9 @@ def is_registered(target: object) -> bool:
 
 
 def is_written_out(target: object) -> bool:
-    """Return whether the user's rule for this overload has its own ``localize`` function."""
+    """Return whether the user's rule for this overload has its own ``localize`` function, which writes the op out on
+    shards.
+    """
     op_rule = find_rule(target) if is_registered(target) else None
     return op_rule is not None and op_rule.localize is not Local.same
 
@@ -112,10 +114,12 @@ def spec_of(call: Call) -> Spec | None:
     spec = None if op_rule is None else op_rule.spec(call)
     if spec is None or not is_dense(call.target):
         return spec
+    # torch's formulas take shapes in place of tensors.
     args, kwargs, shapes = pytree.tree_map_only(
         Value, lambda value: torch.Size(value.shape), (call.args, call.kwargs, call.results)
     )
-    return replace(spec, flops=flops(call.target, args, kwargs, shapes[0] if len(shapes) == 1 else shapes))
+    result_shapes = shapes[0] if len(shapes) == 1 else shapes
+    return replace(spec, flops=flops(call.target, args, kwargs, result_shapes))
 
 
 # Ops with functions have the rules of the ops in these.
@@ -152,8 +156,8 @@ def register_rule(
     """
     if not isinstance(op, str) and not hasattr(op, "_schema"):
         raise RuleError(f"{op!r} is not an op", fix="pass torch.ops.mylib.scale.default, or its name")
-    name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
+    name = op if isinstance(op, str) else str(op).replace(".", "::", 1)  # "mylib::scale.default"
     op_rule = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
     _registered[op_rule.op], _linear[op_rule.op] = op_rule, linear
-    spec_of.cache_clear()
+    spec_of.cache_clear()  # it may have results of the rule that this one replaces
     return op_rule
