@@ -383,7 +383,7 @@ class KeyBlocks:
 
     def _unstripe(self, number: int, step: int, length: int, x: Emitted) -> Emitted:
         """Return zeros with element i of ``x`` at position ``number + i * step`` of the sequence: the gradient of
-        `_stripe`.
+        `_stripe`, with the same arguments (``length`` is not needed).
         """
         b, g, n, e = self.local.builder.shape(x)
         full = self.key.local_shape[2]

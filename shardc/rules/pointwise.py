@@ -61,7 +61,8 @@ def _quantise(call: Call) -> Spec:
     shape, amax = loops.shapes
     if len(amax) < 3:  # broadcasts
         return pointwise_spec(call)
-    # The dim of the matrix that is cut into blocks has two factors: the block, and the position in it.
+    # The dim of the matrix that is cut into blocks has two factors: the block, and the position in it. In `of_amax`, ()
+    # is the dim of size 1.
     dim = float8_ops.dim_of_blocks(shape, amax)
     blocks, other = loops.dim("blocks", amax[dim]), loops.dim("d", shape[1 - dim])
     cut = (*blocks, *loops.dim("block", shape[dim] // amax[dim]))

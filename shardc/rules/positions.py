@@ -94,7 +94,7 @@ def in_range(local: Local, layout: Layout, dim: int, index: Emitted, wraps: bool
     if not layout.ndim:
         return index
     size = local.true_size(dim, layout.shape[dim])
-    if size == layout.shape[dim] and not split(layout, dim):
+    if size == layout.shape[dim] and not split(layout, dim):  # the op itself finds such entries
         return index
     call = local.builder.call
     if wraps:

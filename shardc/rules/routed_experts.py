@@ -61,7 +61,8 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     # "held" is the axis of the plan's ``ep`` entry, or "": it must split the experts, alone or with the tokens.
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
     required = ((call["held"], forms),) if call["held"] else ()
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, ceil(choices * width * filled), way=way, required=required))
+    elements = ceil(choices * width * filled)  # sent per token
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, elements, way=way, required=required))
 
 
 def _call(call: Call) -> Spec:
@@ -288,7 +289,8 @@ def _recorded_choices(local: Local) -> Emitted:
     result: the choices, with those of padded tokens spread over all experts.
     """
     mesh = local.operands[0].mesh
-    # Microbatches follow one another on a rank: there is no group of them.
+    # The group of the ranks that have other tokens, whose numbers are to be added. Microbatches follow one another on a
+    # rank: there is no group of them.
     on_ranks = (axis for axis in local.operand_layout("index").dim_axes(0) if split_part(axis)[0] != mesh.time)
     split = sorted(on_ranks, key=mesh.order)
     over = local.builder.group(tuple(split))[1] if split else ""

@@ -154,7 +154,7 @@ def _slice_scatter(call: Call) -> Spec:
     dim, start, _, step = _slice_bounds(call)
     loops = Loops(call)
     shape, src = loops.shapes
-    block = gcd(start, src[dim], shape[dim]) if step == 1 else 0
+    block = gcd(start, src[dim], shape[dim]) if step == 1 else 0  # 0: the dim must not be split
     x = _in_blocks(loops, shape, dim, block, "x")
     # A partial sum passes through if both operands are one.
     return loops.spec([x, _in_blocks(loops, src, dim, block, "y")], [x], linear=[{0, 1}])

@@ -528,9 +528,9 @@ def _strategy(
         for split in use.splits:
             axes_by_split.setdefault(split, set()).add(axis)
     assignment: Assignment = {}
-    for (factor, at), axes in axes_by_split.items():
+    for (factor, number), axes in axes_by_split.items():
         # The digits of the proposal, with those of axes that are used otherwise local.
-        chosen = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[at][factor])
+        chosen = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[number][factor])
         merged = merge(mesh, assignment.get(factor), canonical(mesh, chosen))
         if merged is None:
             return None
