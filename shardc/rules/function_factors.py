@@ -42,13 +42,13 @@ class SubDims:
         self.whole: set[int] = set()
 
     def new(self, size: int, whole: bool = False) -> Row:
-        """Create a sub-dim of ``size`` elements; return it as a row (the sub-dims of one dim), which is () for size 1.
-        ``whole``: no axis may split the sub-dim.
+        """Create a sub-dim (a factor of a dim) of ``size`` elements; return it as a row (the sub-dims of one dim). The
+        row is () for size 1. ``whole``: no axis may split the sub-dim.
         """
         if size == 1:
             return ()
         self._sizes.append(size)
-        row = (len(self._sizes) - 1,)
+        row = (len(self._sizes) - 1,)  # its number
         self.whole.update(row if whole or not size else ())  # an empty dim is never split
         return row
 
@@ -138,8 +138,8 @@ class Op:
         """Return the sub-dims over which the op sums to compute a result: all sub-dims of the op that are not in
         ``rows``, the dims of the result.
         """
-        every_factor = _row(self.factors, self.factors)  # of the factors named by the dict's keys: all of them
-        return set(sub_dims.leaves(every_factor)) - _leaves_of(sub_dims, rows)
+        all_sub_dims = _row(self.factors, names=self.factors)
+        return set(sub_dims.leaves(all_sub_dims)) - _leaves_of(sub_dims, rows)
 
 
 class Graph:
@@ -260,9 +260,9 @@ class Graph:
         return [self.pending[node][0] for node in self.outputs]
 
     def _pending(self, op: Op, check: bool) -> list[Pending]:
-        """Return the pending sums of each result of ``op``: those of its operands, which pass through, and those over
-        sub-dims that the op itself sums. ``check``: forbid splits of a sub-dim if the op cannot take operands that are
-        pending sums over it.
+        """Return the pending sums of each result of ``op`` (the sub-dims whose split leaves it a sum that is still to
+        be reduced): those of its operands, which pass through, and those over sub-dims that the op itself sums.
+        ``check``: forbid splits of a sub-dim if the op cannot take operands that are pending sums over it.
         """
         of_operands, whole = [self.pending[x][0] for x in op.operands], self.sub_dims.whole
         passing = NOTHING.union(*of_operands)
@@ -440,7 +440,7 @@ class Factored:
         A carry is a pending sum from the first step on, or never. A sub-dim is kept whole if a step changes that.
         """
         whole, kind = self.sub_dims.whole, self.function.kind
-        # A sub-dim that a round finds must be whole leaves no sums, so the round starts again, until it finds no more.
+        # A sub-dim that is kept whole leaves no sums. So a round that finds one starts again, until none is found.
         whole_before = -1
         while whole_before < len(whole):
             whole_before, self.carried = len(whole), [NOTHING] * len(self.carried)

@@ -36,13 +36,15 @@ def _embedding(call: Call) -> Spec:
     weight, index = loops.shapes
     ids, row = loops.dims("i", index), loops.dim("d", weight[1])
     of_table = (loops.indexed("v", weight[0], kind="sum"), row)
-    table_position = 0  # the lookup is linear in the table
+    table_position = 0  # the lookup is linear in the table: if that is a partial sum, so is the result
     return loops.spec([of_table, ids], [(*ids, row)], linear=[{table_position}])
 
 
 def _embedding_local(local: Local) -> Emitted:
     """Emit and return a lookup in this rank's rows of the table; entries of other ranks read as zero."""
-    index, mask = locate(local, local.operands[0], 0, local.operand("indices"))
+    table_layout = local.operands[0]
+    # Indices in this rank's rows, and which entries these are (for others the index is 0).
+    index, mask = locate(local, table_layout, 0, local.operand("indices"))
     if mask is None:  # the rows are not split
         return local.same(indices=index)
     # Without the other arguments (`padding_idx`, ...): they matter to the gradient alone.
@@ -61,7 +63,7 @@ def _embedding_backward(call: Call) -> Spec:
     counts = call["scale_grad_by_freq"]
     ids, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
     vocabulary = loops.dim("v", call["num_weights"], WHOLE if counts else FREE)
-    grad_position = 0  # linear in the incoming gradient
+    grad_position = 0  # linear in the incoming gradient: if that is a partial sum, so is the result
     return loops.spec([(*ids, row), ids], [(vocabulary, row)], linear=[{grad_position}])
 
 
@@ -70,10 +72,10 @@ def _embedding_backward_local(local: Local) -> Emitted:
     the local row 0.
     """
     layout = local.results[0]
-    if not split(layout, 0):
+    if not split(layout, 0):  # this rank has all rows
         return local.same()
     call, indices, padding = local.builder.call, local.operand("indices"), local.call["padding_idx"]
-    index, mask = to_local_indices(local, layout, 0, indices)
+    index, mask = to_local_indices(local, layout, 0, indices)  # the mask is true where this rank holds the row
     # The padding index is a global one (-1 for none), so its entries are masked here in place of by the op.
     if padding >= 0:
         mask = call(aten.logical_and.default, mask, call(aten.ne.Scalar, indices, padding))
