@@ -409,6 +409,7 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
         return
     # Index of an output of the model -> its position among the program's, which also has new values of buffers.
     of_index = [at for at, role in enumerate(node.runner.program.outputs) if role.kind == "output"]
+    # As the local tensor has been registered by `Border.watch` and `Border._listen`.
     for at in {at for at, _, _ in node.changes if at == of_index[index]}:
         node.changes.append((at, counter_of(x), x._version))
     for at in {at for at, _, _ in node.listened if at == of_index[index]}:
@@ -448,7 +449,7 @@ def as_dtensors(outputs: Sequence[object], roles: Sequence[Role], device_mesh: D
         LayoutError: DTensor placements cannot express a layout.
     """
     out: list[object] = []
-    wrapped: dict[int, DTensor] = {}
+    wrapped: dict[int, DTensor] = {}  # id of an output -> its DTensor
     for value, role in zip(outputs, roles, strict=True):
         # An output that is returned twice becomes one DTensor.
         if isinstance(value, Tensor) and id(value) not in wrapped:

@@ -102,7 +102,7 @@ def host_read(program: Executable) -> HostRead | None:
 
 def _host_read_of(node: fx.Node) -> HostRead | None:
     """Returns why the host waits for the op ``node``, and what to do; None if it does not wait."""
-    if node.target in MOVES:
+    if node.target in MOVES:  # copies between device and host
         return HostRead(node, "the host waits for its copies", 'leave save(..., on="host") out of the plan')
     if node.target is SEND_ROWS:
         return HostRead(node, "the host reads how many rows each rank sends", _FIXED_ROWS)

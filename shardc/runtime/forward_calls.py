@@ -176,6 +176,7 @@ def guard(owner: nn.Module) -> None:
     of an outer module skips them all.
     """
     for part in owner.modules():
+        # Under these keys torch records which composable APIs wrap a module.
         vars(part)[STATE_KEY] = Refuses(vars(part).get(STATE_KEY, {}))
         vars(part)[REGISTRY_KEY] = vars(part).get(REGISTRY_KEY, {}) | {_OTHER: None}
         if part is not owner and vars(part).get(_CALL) is None:

@@ -77,7 +77,7 @@ class Loops:
             training: run forward and backward of each microbatch; otherwise the forward alone, without gradients.
             tangents: output index -> gradient for the whole batch.
         """
-        saved: dict[str, Any] = {}
+        saved: dict[str, Any] = {}  # what a forward saves for the graph behind it, its backward
         for half, microbatch in self.program.runs(training):
             feed = [self._value(port, microbatch, saved, tangents) for port in half.takes]
             saved = {}  # a graph frees what it takes

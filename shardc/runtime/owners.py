@@ -163,15 +163,15 @@ class Owners:
         out: list[Tensor | None] = [None] * len(shards)
         for batch in self._batches(shards):
             # Every rank sends its shards to the owners; only owners have boxes, and so expect pieces.
+            entries = [(self.owners[index], shard) for index, shard in (shards[at] for at in batch)]
             pieces = self._exchange(
-                sent=[(self.owners[shards[at][0]].rank, shards[at][1]) for at in batch],
-                expected=[(rank, box.shape) for at in batch for rank, box in self.owners[shards[at][0]].boxes.items()],
-                like=shards[batch[0]][1],
+                sent=[(owner.rank, shard) for owner, shard in entries],
+                expected=[(rank, box.shape) for owner, _ in entries for rank, box in owner.boxes.items()],
+                like=entries[0][1],
             )
-            for at in batch:
-                owner = self.owners[shards[at][0]]
+            for at, (owner, shard) in zip(batch, entries, strict=True):
                 if owner.is_local:
-                    whole = out[at] = shards[at][1].new_empty(owner.param.shape)
+                    whole = out[at] = shard.new_empty(owner.param.shape)
                     # Pieces come in the order in which they were announced to `_exchange`.
                     for box in owner.boxes.values():
                         whole[box.index] = next(pieces).to(whole.device)
@@ -185,15 +185,17 @@ class Owners:
         """
         for batch in self._batches([(at, local) for at, local, _ in shards]):
             # The reverse of `gather`: an owner sends each rank its box of the whole tensor.
+            entries = [(self.owners[index], shard, whole) for index, shard, whole in (shards[at] for at in batch)]
             sent = [
                 (rank, whole[box.index])
-                for index, _, whole in (shards[at] for at in batch)
-                for rank, box in self.owners[index].boxes.items()
+                for owner, _, whole in entries
+                for rank, box in owner.boxes.items()
                 if whole is not None
             ]
-            expected = [(self.owners[shards[at][0]].rank, tuple(shards[at][1].shape)) for at in batch]
-            for at, piece in zip(batch, self._exchange(sent, expected, shards[batch[0]][1]), strict=True):
-                shards[at][1].copy_(piece)
+            expected = [(owner.rank, tuple(shard.shape)) for owner, shard, _ in entries]
+            pieces = self._exchange(sent, expected, like=entries[0][1])
+            for (_, shard, _), piece in zip(entries, pieces, strict=True):
+                shard.copy_(piece)
 
     def share(self, value: T) -> dict[int, T]:
         """Returns each rank's ``value``, by global rank; a collective of objects that can be pickled."""

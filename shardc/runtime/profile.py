@@ -156,6 +156,7 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     first = events[0].start_ns()
 
     def named(name: str) -> list[_Event]:
+        """Returns the events of this name, in order of time."""
         return [event for event in events if event.name() == name]
 
     def span(event: _Event) -> tuple[float, float]:

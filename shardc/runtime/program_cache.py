@@ -148,7 +148,7 @@ class ProgramCache:
             self.calls.clear()
             self._holding.clear()
             self._snapshot = snapshot
-            self._watch()
+            self._watch()  # makes new `_identities`, with the values of now
         return snapshot
 
     def _watch(self) -> None:

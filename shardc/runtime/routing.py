@@ -42,6 +42,7 @@ class Routing:
         before = dict(self.tokens) if adds else {}
         if noted.counts:  # layers that did not run in this forward have no counts
             self.tokens.clear()
+        # `over`: name of the group over which counts are summed when they are read.
         for name, (counts, over) in zip(experts_in(graph, NOTED), noted.counts, strict=False):
             self.tokens[name] = (counts + before[name][0] if name in before else counts), over
         self.loads += loads_of(graph, noted)

@@ -193,7 +193,7 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
         return
     row = prod(piece.shape[1:])
     while values.numel():
-        index, offset = divmod(start, row)
+        index, offset = divmod(start, row)  # the row of the next value, and its position there
         if offset or values.numel() < row:
             # Part of one row: recurse into its dims, if this rank has that row.
             size = min(row - offset, values.numel())

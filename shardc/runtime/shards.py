@@ -147,7 +147,7 @@ def fingerprint(x: Tensor) -> int:
     products = torch.empty_like(weights)  # one buffer for all blocks, so that it stays in the cache
     sums = [torch.mul(block, weights[: len(block)], out=products[: len(block)]).sum() for block in blocks]
     total = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
-    # Each step depends on the total before, so the order of the blocks counts too.
+    # Each step depends on the total before, so the order of the blocks counts too. `_MASK` keeps 64 bits.
     for value in (*(torch.stack(sums).tolist() if sums else ()), *flat[whole:].tolist()):
         total = ((total ^ value) * _MIX) & _MASK
     return total

@@ -108,6 +108,7 @@ class StageLoops(Loops):
         the graph then has the only reference to them, and frees what it has read.
         """
         half, microbatch = run.half, run.microbatch
+        # The arguments that another graph of the stage has saved for this microbatch, in `shared`.
         keys = {port.name: saved_key(half, port.name, microbatch) for port in half.takes}
         saved = {name: self.shared[key] for name, key in keys.items() if key in self.shared}
         feed = [self._value(port, microbatch, saved, tangents) for port in half.takes]

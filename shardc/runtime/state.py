@@ -123,6 +123,7 @@ class State:
         """Returns this rank's shards of global inputs, given as (name, tensor); see `Namespace.shard_inputs`."""
         check_kinds([name for name, _ in named], [x for _, x in named], values=False)
         shapes = [(name, tuple(x.shape)) for name, x in named]
+        # Inputs that number each rank's own rows (`shardc.per_rank`) cannot be cut.
         refuse_own([name for name, _ in shapes], self.cache.build.numbered([name for name, _ in shapes]))
         layouts = self.cache.build.input_layouts(shapes)
         shards = [shard_input(x, layout, self.spec.rank) for (_, x), layout in zip(named, layouts, strict=True)]

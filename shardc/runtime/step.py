@@ -218,7 +218,7 @@ class Runner:
             """Called before each segment of the graph: errors name it, and its collectives use its planned memory."""
             nonlocal running
             # Equal segments share code, which numbers memory slots from the segment's first.
-            running, window.first = segment, segment.slot
+            running, window.first = segment, segment.slot  # `window`: the plan's memory for this run
             ranges.enter(segment)
 
         try:
@@ -234,6 +234,7 @@ class Runner:
                 noting() as noted,
                 ranges.run(),
             ):
+                # `first`: index of the node whose result is the first with NaN.
                 results, first = run_finding_nan(half, inputs) if seeks_nan else (compiled(inputs, enter), 0)
             settle()
             if seeks_nan:
@@ -276,6 +277,7 @@ class Runner:
         """Maps each lowered graph ("forward", "backward", "inference") to the planned peak in bytes of its collective
         results.
         """
+        # A variant of the backward has a set of outputs as its phase, and is left out.
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
         peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
         if BACKWARD in peaks:  # with the results that forward leaves in memory for it
@@ -423,6 +425,7 @@ class Runner:
         Buffers that the call changes are copied, since a later run reads their values of now.
         """
         changed = [role.name for role in self.program.outputs if role.kind == "buffer"]
+        # (kind, name) of an argument -> its value, for all microbatches.
         values: dict[tuple[str, str], Any] = {
             ("buffer", name): in_order(self.params.snapshot.buffers[name]).clone() for name in changed
         }
