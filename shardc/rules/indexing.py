@@ -118,8 +118,9 @@ def _gather_factors(call: Call, looked_up: str, over: str) -> tuple[Loops, list[
     Example: ``gather(x, 1, index)`` with ``x`` [8, 10] and ``index`` [8, 3] has the operands (d0, v) and (d0, k).
 
     Args:
-        looked_up: kind of ``v``: "sum" if the op reads the tensor, `FREE` if it writes to it.
-        over: kind of ``k``.
+        looked_up: kind of ``v``: "sum" if the op reads the tensor (a split leaves a partial sum), `FREE` if it writes
+            to it (each rank has its shard of the result).
+        over: kind of ``k``, in the same way, or `WHOLE` if it must not be split.
     """
     loops = Loops(call)
     if len({len(shape) for shape in loops.shapes}) > 1:
@@ -149,7 +150,7 @@ def _gather(call: Call) -> Spec:
     index.
     """
     loops, (x, index) = _gather_factors(call, looked_up="sum", over=FREE)
-    tensor_position = 0  # linear in the tensor that is read
+    tensor_position = 0  # linear in the tensor that is read: if that is a partial sum, so is the result
     return loops.spec([x, index], [index], linear=[{tensor_position}])
 
 
@@ -158,7 +159,9 @@ def _lookup_local(local: Local) -> Emitted:
     ranks.
     """
     dim, (x, of_index) = local.call.dim, local.call.operands
-    index, mask = locate(local, local.operands[0], dim, local.operand("index"))
+    tensor_layout = local.operands[0]
+    # Indices in this rank's shard, and which entries these are (for others the index is 0).
+    index, mask = locate(local, tensor_layout, dim, local.operand("index"))
     if mask is None:  # the dim looked up is not split
         return local.same(index=index)
     # An index of one dim (`index_select`): its mask applies along the indexed dim, so dims are appended for those
@@ -187,7 +190,7 @@ def _scatter(call: Call) -> Spec:
 def _scatter_add(call: Call) -> Spec:
     """Return the spec of writes that add: entries may be split over ranks, and the result is then a partial sum."""
     loops, operands = _gather_factors(call, looked_up=FREE, over="sum")
-    tensor, source = 0, 2  # the op is linear in both together
+    tensor, source = 0, 2  # the op is linear in both together: it passes a partial sum if both are one
     return loops.spec(operands, results=operands[:1], linear=[{tensor, source}])
 
 
@@ -203,8 +206,9 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     (d0, k, d2): the result has shape [8, 3, 4].
 
     Args:
-        looked_up: kind of ``v``, the indexed dim of the tensor.
-        over: kind of ``k``, the index.
+        looked_up: kind of ``v``, the indexed dim of the tensor: "sum" if the op reads the tensor (a split leaves a
+            partial sum), `FREE` if it writes to it (each rank has its shard of the result).
+        over: kind of ``k``, the index, in the same way, or `WHOLE` if it must not be split.
     """
     loops = Loops(call)
     dim = call.dim
@@ -221,7 +225,7 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
 def _index_select(call: Call) -> Spec:
     """Return the spec of ``index_select``: a split of the dim looked up leaves a partial sum."""
     loops, x, index, slices = _slices(call, looked_up="sum", over=FREE)
-    tensor_position = 0  # linear in the tensor that is read
+    tensor_position = 0  # linear in the tensor that is read: if that is a partial sum, so is the result
     return loops.spec([x, index], [slices], linear=[{tensor_position}])
 
 
@@ -357,8 +361,8 @@ class Indexed:
     the indexed dims been adjacent, the dims of the indices would stay in their place.
 
     Args:
-        looked_up: kind of the indexed factors ``v``.
-        over: kind of the factors ``b`` of the shape that the indices broadcast to.
+        looked_up: kind of the indexed factors ``v``: "sum" if a split leaves a partial sum, `FREE` if it does not.
+        over: kind of the factors ``b`` of the shape that the indices broadcast to, in the same way, or `WHOLE`.
 
     Attributes:
         x, indices, picked: factors of each dim of the tensor, of each index tensor, and of what is picked (read).
@@ -408,7 +412,7 @@ def _index(call: Call) -> Spec:
     if _masks(call):
         return _all_whole(call)
     dims = Indexed(call, looked_up="sum", over=FREE)
-    tensor_position = 0  # linear in the tensor that is read
+    tensor_position = 0  # linear in the tensor that is read: if that is a partial sum, so is the result
     return dims.loops.spec([dims.x, *dims.indices], [dims.picked], linear=[{tensor_position}])
 
 
@@ -419,7 +423,8 @@ def _index_put(call: Call) -> Spec:
     if _masks(call):
         return _all_whole(call)
     dims = Indexed(call, looked_up=FREE, over="sum" if call["accumulate"] else WHOLE)
-    tensor, values = 0, len(dims.indices) + 1  # positions of the operands; the indices are in between
+    # Positions of the operands; the indices are in between. The op is linear in both together.
+    tensor, values = 0, len(dims.indices) + 1
     operands = [dims.x, *dims.indices, broadcast_factors(dims.picked, dims.loops.shapes[values])]
     return dims.loops.spec(operands, [dims.x], linear=[{tensor, values}])
 
