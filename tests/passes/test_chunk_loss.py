@@ -180,6 +180,14 @@ class AllRows(Head):
         return F.cross_entropy(logits / logits.square().mean(), targets.flatten())
 
 
+class Total(Head):
+    """Logits over their sum, which is reduced by no collective if a rank has all of them."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.up(self.embed(tokens)))).flatten(0, 1)
+        return F.cross_entropy(logits / logits.sum(), targets.flatten())
+
+
 @pytest.mark.parametrize(
     "kind, chunks, message",
     [
@@ -195,6 +203,12 @@ def test_logits_that_stay_whole(kind: Callable[..., nn.Module], chunks: int, mes
         program = module.lower(*args)
     assert "chunked_loss(" in str(caught[0].message) and "test_chunk_loss.py" in str(caught[0].message)
     assert chunks_of(program) == 1
+
+
+def test_sums_that_no_collective_reduces() -> None:
+    module = shardc.compile(Total(entropy), shardc.Mesh(dp=1), shardc.fsdp("dp") | shardc.chunked_loss(4))
+    with pytest.warns(ShardcWarning, match="%div needs a value of all rows"):
+        assert chunks_of(module.lower(*case("mean").args)) == 1
 
 
 def test_bad_number() -> None:

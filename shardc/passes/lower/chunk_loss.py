@@ -190,7 +190,8 @@ class _Region:
                 need = self.totals.get(node) or operands(node, self.cuts[node])
                 assert need is not None
                 # A chunk of ``node`` would read all of an operand, or other chunks than the operand has.
-                if any(x in late or (x in chunked and self.cuts.get(x) != need[x]) for x in same_phase):
+                whole = [x for x in same_phase if x in late or x in self.totals]
+                if whole or any(x in chunked and self.cuts.get(x) != need[x] for x in same_phase):
                     return f"%{ir.info(node).name} needs a value of all rows"
                 continue
             if any(x in late or x in chunked for x in same_phase):
