@@ -190,7 +190,7 @@ def run(
     bound_axes = {axis for layout in strategy.operands for axis in layout.axes}
     if isinstance(inferred, str) or (bound_axes == set(ranks.mesh.axes) and inferred != strategy.results):
         return f"inferred {inferred}"
-    # `shard` is called on the tensors in the order of the op's operands, which is that of the layouts.
+    # `shard` takes the next layout for each tensor, so it is called on the tensors in the order of the op's operands.
     layouts = iter(strategy.operands)
     generator = torch.Generator().manual_seed(0)
 
@@ -200,6 +200,7 @@ def run(
         return [shard(item) for item in x] if isinstance(x, (list, tuple)) else x
 
     args = tuple(map(shard, sample.args))
+    # In the order of the schema, in which the operands are numbered.
     names = (argument.name for argument in sample.op._schema.arguments)
     kwargs = {name: shard(sample.kwargs[name]) for name in names if name in sample.kwargs}
     local = Local(ranks, call, spec, strategy.operands, strategy.results, args, kwargs)

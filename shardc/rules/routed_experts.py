@@ -378,6 +378,7 @@ def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
         scale = call(aten.index_select.default, of.scale, 0, of.order)
         yield _Rows(of, x, take, scale, of.ends, expected=-(-of.tokens * of.choices // divided), places=of.back)
         return
+    # (x, index, weight) of each chunk.
     parts = zip(*(_chunks(local, tensor) for tensor in (x, index, weight)), strict=True)
     every = [_choices(local, *tensors) for tensors in parts]
     bounded = local.call["bound"] != 0

@@ -215,7 +215,7 @@ def _edge_local(local: Local) -> Emitted:
     run, dim, layout = local.builder.call, local.call["dim"], local.operands[0]
     begin, end = local.call["begin"], local.call["end"]
     x = local.operand("x")
-    if not layout.dim_axes(dim):
+    if not layout.dim_axes(dim):  # every rank has all of the slice
         return run(aten.slice.Tensor, x, dim, begin, end)
     index, mask = to_local_indices(
         local, layout, dim, run(aten.arange.start, begin, end, dtype=torch.int64, device=local.builder.device)

@@ -81,11 +81,12 @@ class Simulation:
         """Runs the model on global inputs, and returns global outputs. A `backward` may follow if the call has
         ``grad=True``.
         """
-        if self.state.around is not None:  # what the user put around the module's forward
+        if self.state.around is not None:  # a function around the module's forward
             raise InputError(
                 "the module's forward was wrapped after compile, and a simulation runs programs alone",
                 fix="wrap the model's forward before shardc.compile",
             )
+        # The loss's targets may be passed by name; programs take them behind the other inputs.
         args, kwargs = targets_last(self.state.params.view, args, kwargs, self.state.spec.targets or ())
         check_kinds(self.state.cache.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
