@@ -29,7 +29,8 @@ class Heads:
     """Factors of attention: queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA).
 
     Args:
-        batch, groups, rows, keys: kinds of the factors b and g, r, q, k; e and f are whole.
+        batch, groups, rows, keys: kinds of the factors: of b and g (batch), r (groups), q (rows), k (keys). A kind is
+            `FREE`, `WHOLE` (never split), or "sum" if a split leaves a partial sum. e and f are whole.
         indexed: whether the op finds queries and keys by their positions.
 
     Attributes:
@@ -50,6 +51,7 @@ class Heads:
         q, k = sequence(QUERIES, query[2], rows), sequence(KEYS, key[2], keys)
         e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
         self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
+        # Of the output, of a tensor with one number per query (the log-sum-exp), and of the scores.
         self.out, self.row, self.scores = (b, h, q, f), (b, h, q), (b, h, q, k)
         self.by_name: dict[str, Dims] = {"query": self.query, "key": self.key, "value": self.value}
         # The gradient of the output has another name in each kernel's schema.
@@ -261,8 +263,9 @@ class Attended:
 
     def __init__(self, local: Local) -> None:
         self.local, self.run = local, local.builder.call
-        self.out: Emitted = None
-        self.sums: Emitted = None
+        self.out: Emitted = None  # before the first block
+        self.sums: Emitted = None  # the log-sum-exp of ``out``
+        # Whether some query may see no key of a block; whether blocks were combined, in float32.
         self.blind = self.many = False
 
     def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:

@@ -157,7 +157,7 @@ class _Image:
         g = loops.dim("g", groups)
         c = loops.dim("c", x[1] // groups, kinds.get("c", FREE))
         o = loops.dim("o", y[1] // groups, kinds.get("o", FREE))
-        in_channels, self.channels = (*g, *c), (*g, *o)
+        in_channels, self.channels = (*g, *c), (*g, *o)  # ``channels``: of the output, and of a bias
         self.x = (n, in_channels, *loops.dims("x", x[2:], WHOLE))
         self.y = (n, self.channels, *loops.dims("y", y[2:], WHOLE))
         # Dim 0 of the weight has the channels of all groups, dim 1 those of one group on the other side.

@@ -361,14 +361,14 @@ class Factored:
         self.function: Function = function_of(call["body"])
         self.sub_dims = SubDims()
         self.operands = [[self.sub_dims.new(size) for size in value.shape] for value in call.operands]
-        self.pending: list[Pending] = []
-        self.time: Row = ()
+        self.pending: list[Pending] = []  # of each result, the sub-dims over whose split it is a pending sum
+        self.time: Row = ()  # the sub-dim of the steps of a scan
         kind, counts = self.function.kind, self.function.counts
         # Types and sub-dims of the operands as one step gets them: of a scanned sequence, those of one slice.
         values, rows = self._step_operands(call)
         starts_from, self.flows = _flows(kind, counts, [value.dtype.is_floating_point for value in values])
-        self.carried = [NOTHING] * len(starts_from)
-        # Of a loop's gradient both counts are of carries: gradients, and carries of the loop.
+        self.carried = [NOTHING] * len(starts_from)  # as ``pending``, of each value that goes from step to step
+        # Carries that start with an operand: of a loop's gradient both counts are of such, gradients and carries.
         self.initial = counts[0] + counts[1] * (kind == "loop_gradient")
         self.graphs = []
         for graph, (arguments, results) in zip(self.function.graphs, self.flows, strict=True):

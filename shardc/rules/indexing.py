@@ -380,9 +380,9 @@ class Indexed:
         self.indices: list[Dims] = [broadcast_factors(entries, index_shape) for index_shape in index_shapes]
         # NumPy's rule: adjacent index tensors leave their dims in place, others move them to the front.
         adjacent = bool(at) and at[-1] - at[0] == len(at) - 1
-        self.before = at[0] if adjacent else 0
+        self.before = at[0] if adjacent else 0  # dims of the result before those of the indices
         rest = [factors for i, factors in enumerate(self.x) if i not in at]  # dims that are not indexed stay
-        self.picked: Dims = (*rest[: self.before], *entries, *rest[self.before :])
+        self.picked: Dims = (*rest[: self.before], *entries, *rest[self.before :])  # of the result of a read
         self.after = len(rest) - self.before
 
 
@@ -439,18 +439,19 @@ def _locate_all(local: Local, layout: Layout) -> tuple[list[Emitted], list[int],
     """
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None
-    dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]
+    split_dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]
     for dim in indexed_dims(local.call):
         indices[dim], is_local = locate(local, layout, dim, indices[dim], wraps=True)
         # A rank holds an entry if it holds its index along each split dim.
         if is_local is not None:
             mask = is_local if mask is None else call(aten.logical_and.default, mask, is_local)
-    return indices, dims, mask
+    return indices, split_dims, mask
 
 
 def _index_local(local: Local) -> Emitted:
     """Emit and return indexing by tensors on a shard; entries of other ranks read as zero."""
-    indices, split_dims, mask = _locate_all(local, local.operands[0])
+    tensor_layout = local.operands[0]
+    indices, split_dims, mask = _locate_all(local, tensor_layout)
     if not split_dims:
         return local.same(indices=indices)
     # The mask covers the dims of the index, which the ``after`` other dims of the result follow.
