@@ -531,6 +531,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
         inputs: local inputs of the call.
         layouts: their layouts.
     """
+    # `splits_outputs`: a module's gradients are of losses of the ranks' own, here or, below, in front.
     if runner.splits_outputs or runner.units_checked or not torch.is_grad_enabled():
         return
     # The gradient of a replicated input is the same in both cases.

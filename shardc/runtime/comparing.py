@@ -385,7 +385,8 @@ def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
             # In no collective, or in one that ranks may leave before others enter (a broadcast).
             if call is None or call.f_code.co_filename == c10d.__file__ and not name:
                 return None
-            # Of a DTensor's collective, and without a group argument, `rank` is taken to be in the group.
+            # The group of a DTensor's collective is not looked up, and without one the call is for the world: `rank`
+            # counts as a member then.
             group = call.f_locals.get("group") if name else None
             with_rank = not isinstance(group, dist.ProcessGroup) or rank in dist.get_process_group_ranks(group)
             where = f"{name or f'{last}() of a DTensor'} ({code.co_filename}:{frame.f_lineno})"

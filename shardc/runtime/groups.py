@@ -473,6 +473,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
 def _start(node: fx.Node) -> fx.Node | None:
     """Returns the node that starts the collective that ``node`` starts or waits for; None if ``node`` does neither."""
     while collective_kind(node) is None:
+        # With several results, a `getitem` of one of them is between the start and the wait.
         waits = node.target in (WAIT, getitem)
         if not waits or not isinstance(node.args[0], fx.Node):
             return None

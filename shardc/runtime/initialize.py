@@ -221,7 +221,8 @@ def shardwise_trunc_normal() -> Iterator[None]:
     torch 2.13 draws the whole tensor again until no element is out of bounds, so each rank tracks all elements that
     are. Older versions transform it in place, which `shardc.runtime.sharded_init` handles.
     """
-    original, in_place = nn.init._no_grad_trunc_normal_, not _compat.trunc_normal_rejects()
+    original = nn.init._no_grad_trunc_normal_
+    in_place = not _compat.trunc_normal_rejects()  # in older versions: by uniform values, transformed in place
 
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None

@@ -156,7 +156,8 @@ class Namespace(State):
         # Calls are looked up anew: earlier ones may have run programs that were not lowered.
         self.cache.explicit = True
         self.cache.calls.clear()
-        if program not in self.cache.programs.values():  # one of many sizes, for this one
+        # A program of dynamic sizes: entered for these sizes too, so that calls with shards of them find it.
+        if program not in self.cache.programs.values():
             key = CacheKey(self.cache.signature(args, kwargs), program.guards, program.deferred)
             self.cache.programs[key] = program
         return program

@@ -197,7 +197,7 @@ def _differing_inputs(names: list[str], passed: Passed, first: int, groups: Grou
         f"input {key!r} has other values on rank {groups.consistency.rank} than on rank {groups.everyone()[first]}; "
         f"these differ along {along}, and it is {lies}{more}"
     )
-    sampler = ""
+    sampler = ""  # advice for a data loader, if rows of the input are split
     if passed.rows:
         index = (
             f'mesh.get_local_rank("{passed.rows[0]}")' if len(passed.rows) == 1 else f"the index along {passed.rows}"
