@@ -219,7 +219,8 @@ def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
     sizes = dict(spec.sizes)
     if QUERIES not in sizes or KEYS not in sizes:  # a sequence of one element has no factor to split
         return spec
-    # What the plan says about each axis: "cp0,cp1" with "ring,ulysses".
+    # Of each axis that the plan says something about ("cp0,cp1", with the methods "ring,ulysses"), the sets of factors
+    # of which it has to split one.
     methods = zip(call["axis"].split(","), call["method"].split(","), strict=True)
     required = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
     routed = Routed(QUERIES, KEYS, moving=moving, trips=trips, around=call["around"], required=required)
@@ -230,7 +231,7 @@ def _call(call: Call) -> Spec:
     """Return the spec of attention with a split sequence. If keys are split, the output is a partial sum."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=False)
-    key, value = 1, 2  # positions of the operands
+    key, value = 1, 2  # positions of the operands; linear in the values
     log_sum_exp = 1  # position of the result
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
     spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{value}], replicated=[log_sum_exp])
@@ -241,7 +242,7 @@ def _gradient(call: Call) -> Spec:
     """Return the spec of the backward of attention of a split sequence."""
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=True)
-    grad, key, value = 0, 2, 3  # positions of the operands
+    grad, key, value = 0, 2, 3  # positions of the operands; linear in the gradient of the output
     spec = loops.spec(heads.operands(), [heads.query, heads.key, heads.value], linear=[{grad}])
     # Each block of keys and values is sent, and their gradients back.
     return routed(call, spec, moving=(key, value), trips=2)

@@ -53,7 +53,7 @@ def _flex(call: Call) -> Spec:
     """Return the spec of flex_attention. If keys are split, the output is a partial sum."""
     loops = Loops(call)
     heads = _Heads(loops, backward=False)
-    key, value = 1, 2  # positions of the operands
+    key, value = 1, 2  # positions of the operands; linear in the values
     log_sum_exp = 1  # position of the result
     # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
     spec = loops.spec(heads.operands(), [heads.out, heads.row], linear=[{value}], replicated=[log_sum_exp])

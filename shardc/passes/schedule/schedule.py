@@ -74,7 +74,7 @@ class Schedule:
         """
         starts = filter(is_start, graph.nodes)
         priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}
-        return prioritize(graph, self.prefetch, dict(priority), -1)  # on a copy: nothing is prefetched here
+        return prioritize(graph, self.prefetch, dict(priority), limit=-1)  # on a copy: nothing is prefetched here
 
     def _overlap(self, graph: fx.Graph, priority: dict[fx.Node, float]) -> Wanted:
         """Starts each collective and move early and waits for it late: sets their positions in ``priority``, in place.
@@ -90,6 +90,7 @@ class Schedule:
         self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, first=-1.0)
         sink_to_first_use(graph, free, priority)  # with a gather, what it reads
         fetches = [node for node in starts if node in free]
+        # Their uses are their waits, which stand right before a gather now.
         awaited = {node: min((priority[wait] for wait in waits_of(node)), default=inf) for node in fetches}
         self._prefetch(fetches, awaited, priority, first=-2.0)
         sink_to_first_use(graph, free.difference(fetches), priority)
@@ -176,12 +177,14 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
 def _delay_ops_after(
     starts: list[fx.Node], light: list[fx.Node], dense: list[float], priority: dict[fx.Node, float]
 ) -> None:
-    """Moves those of the ``light`` ops that depend on an all-to-all to just before their first use, if a dense op
-    stands in between, which the all-to-all can then overlap. Changes their positions in ``priority``, in place.
+    """Moves those of the ``light`` ops that depend on an all-to-all to just before their first use, if a dense op (a
+    matrix product, attention) stands in between, which the all-to-all can then overlap. Changes their positions in
+    ``priority``, in place.
 
     Args:
         starts: the all-to-alls.
-        dense: positions of the dense ops.
+        light: ops that are no dense ops, collectives or waits, in the order of the graph.
+        dense: positions of the dense ops, ascending.
     """
     after = {wait for node in starts for wait in waits_of(node)}  # and the light ops that depend on one
     for node in light:
@@ -192,6 +195,7 @@ def _delay_ops_after(
         # An op that a collective reads stays: its delay would delay that collective.
         if node in after and users and not any(map(is_start, users)):
             first_use = min(priority[user] for user in users)
+            # More dense ops stand before the first use than before the op.
             dense_between = bisect_right(dense, priority[node]) < bisect_left(dense, first_use)
             if dense_between:
                 priority[node] = first_use - 1e-3
@@ -200,14 +204,14 @@ def _delay_ops_after(
 def _advance_ops_before(
     starts: list[fx.Node], before: list[fx.Node], dense: list[float], priority: dict[fx.Node, float]
 ) -> None:
-    """Moves the light ops before an all-to-all to just after their last input, if a dense op stands in between. Those
-    before all-to-alls that can start before the same dense op are put in the order in which results are needed. Changes
-    positions in ``priority``, in place.
+    """Moves the light ops before an all-to-all to just after their last input, if a dense op (a matrix product,
+    attention) stands in between. Those before all-to-alls that can start before the same dense op are put in the order
+    in which results are needed. Changes positions in ``priority``, in place.
 
     Args:
         starts: the all-to-alls.
-        before: these and the light ops that lead to one, in order.
-        dense: positions of the dense ops.
+        before: these and the light ops (no dense ops, collectives or waits) that lead to one, in order.
+        dense: positions of the dense ops, ascending.
     """
     # Number of dense ops before an all-to-all -> (position of its first use, of its last input, the all-to-all).
     by_product: dict[int, list[tuple[float, float, fx.Node]]] = {}
@@ -217,9 +221,9 @@ def _advance_ops_before(
         if node in starts:
             need = _first_use(node, priority)
             by_product.setdefault(bisect_right(dense, ready or 0.0), []).append((need, ready or 0.0, node))
-        elif ready is not None and bisect_right(dense, ready) < bisect_left(dense, priority[node]):
+        elif ready is not None and bisect_right(dense, ready) < bisect_left(dense, priority[node]):  # one in between
             priority[node] = ready + 1e-3
-    # A start follows its last input, so the order of their inputs is that of the all-to-alls.
+    # A start follows its last input later on, so the order of their inputs becomes that of the all-to-alls.
     for group in by_product.values():
         ready = max(at for _, at, _ in group)
         for number, (_, _, node) in enumerate(sorted(group, key=lambda entry: entry[:2])):
