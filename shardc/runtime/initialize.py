@@ -99,8 +99,9 @@ def shardwise(
         rank: this rank, on the mesh.
         chunk_bytes: limit of the memory in which a fill draws values of the whole tensor.
     """
-    slots = []
-    stand_ins = {}  # id of a tensor -> (its shard, the stand-in), which tied entries share
+    slots: list[Slot] = []
+    # id of a tensor -> (its shard, the stand-in), which tied entries share.
+    stand_ins: dict[int, tuple[InitShard, torch.Tensor]] = {}
     for name, module, kind, key in _named_slots(model):
         tensor = getattr(module, kind)[key]
         if id(tensor) not in stand_ins:

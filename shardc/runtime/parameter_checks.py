@@ -254,7 +254,7 @@ class ParamStore:
 
     @property
     def snapshot(self) -> ModuleSnapshot:
-        """Snapshot of the module at the last `look`."""
+        """Snapshot of the module at the last call of `current_snapshot`."""
         assert self._snapshot is not None
         return self._snapshot
 
