@@ -146,7 +146,7 @@ class Border:
         # From now on they raise on reads if the tensor that they are copies of is changed.
         for at in views.read_only:
             if isinstance(outputs[at], ReadOnly):
-                outputs[at].shared.note()
+                outputs[at].shared.note()  # records the version of that tensor
         views.make(outputs, feed)
         if node is not None:
             self._listen(outputs, node)

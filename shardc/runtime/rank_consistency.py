@@ -117,7 +117,7 @@ class RankConsistency:
         past, key = self._past, event.key  # the key is a hash of the event
         # Predicted: the event one period ago. None if fewer are known.
         expected = past[-self._period] if self._period <= len(past) else None
-        # Not predicted: the new period is the distance to the last occurrence of this event.
+        # Not predicted: the new period is the distance to the last occurrence of this event, if there is one.
         if key != expected:
             since = next((at for at, done in enumerate(reversed(past), 1) if done == key), None)
             self._period = since or self._period
@@ -316,6 +316,7 @@ class RankConsistency:
 
     def _check(self, upcoming: int) -> None:
         """Raises MeshError if ranks were found to differ, or if another rank failed before event ``upcoming``."""
+        # (last event of the failed rank before its error, the error): raised by ranks that go on behind that event.
         if (failure := self._failure) is not None and upcoming > failure[0]:
             self._pending_error = failure[1]
         if self._pending_error is not None:
@@ -329,7 +330,7 @@ class RankConsistency:
         """
         store, number, comparisons = self._connected(), self.number, self._comparisons
         comparisons.publish(store, event)  # the whole text, which errors show; the rest exchanges its hash
-        self._waits_at = number
+        self._waits_at = number  # the listener thread then ends the wait if another rank fails or differs
         if self._failure is not None:
             # That rank will not arrive: raise its error now, whichever event it failed after.
             self._check(self._failure[0] + 1)
@@ -523,6 +524,7 @@ class RankConsistency:
             text, fix: of the error to raise.
         """
         with self._lock:
+            # Whether this rank has begun that event, in this epoch.
             came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
             if not came or self._pending_error is not None or self._waits_at != number and not self.running:
                 return
@@ -539,7 +541,9 @@ class RankConsistency:
             interrupt()
 
     def _break_if_running(self, store: dist.Store) -> None:
-        """Marks the mesh's groups as broken, here and in the store, if a graph is running."""
+        """Marks the mesh's groups as broken, here and in the store, if a graph is running: its collectives are aborted
+        next (`_end_waits_if_broken`), and the groups cannot be used afterwards.
+        """
         if self.running and not self._broken:
             self._broken = True
             store.set(f"{self._prefix}broken", "")

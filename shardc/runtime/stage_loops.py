@@ -85,6 +85,7 @@ class StageLoops(Loops):
         # Per action: the values that no later action reads, and for a receive, how many of this rank's messages its
         # source has received before.
         last_uses, received = program.last_uses(self.rank, training), program.received(self.rank, training)
+        # An action is a run of a graph, or a message that this rank sends or receives.
         for action, last_used, received_before in zip(actions, last_uses, received, strict=True):
             if isinstance(action, Run):
                 self._run_graph(action, last_used, tangents)
