@@ -208,17 +208,9 @@ class _Assignment:
                 self.stage[node] = self.places[role.name]
         inputs = [x for x in ir.placeholders(self.graph) if ir.role(x).kind in ("input", "buffer", "key", "tangent")]
         self._of_inputs = set(inputs)  # and, as they are met, nodes that every stage computes from these
-        undecided: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and not self._is_computed_anywhere(node):
-                stage = self._stage_of(node)
-                if stage is None:
-                    undecided.append(node)
-                self.stage[node] = 0 if stage is None else stage  # 0 raises no reader's stage
-        # At its earliest use, so that it is not sent further than needed; users are decided before operands.
-        for node in reversed(undecided):
-            if readers := self.readers(node):
-                self.stage[node] = min(readers)
+                self.stage[node] = self._stage_of(node)
 
     def readers(self, node: fx.Node) -> list[int]:
         """Returns the stages of the ops that read ``node``; ops that every stage computes have none."""
@@ -305,10 +297,11 @@ class _Assignment:
             self._of_inputs.add(node)
         return True
 
-    def _stage_of(self, node: fx.Node) -> int | None:
+    def _stage_of(self, node: fx.Node) -> int:
         """Returns the stage of an op: in the forward no earlier than those of its operands and of its module, in the
-        backward no later than those of the gradients that it reads and of its module. Returns None for an op of the
-        forward if neither module, operands nor parameters decide it.
+        backward no later than those of the gradients that it reads and of its module.
+
+        The op reads what a stage computes, or parameters: others are computed anywhere.
         """
         operands = [x for x in node.all_input_nodes if x in self.stage]
         stage = self.stages.of_module(ir.info(node).origin.module)
@@ -318,9 +311,7 @@ class _Assignment:
             return min([*gradients, *of_module])
         # Other values go up. A module that several stages share, and no operand of a stage: the parameters decide.
         earliest = [*(self.stage[x] for x in operands), *of_module]
-        if not earliest and (params := self._params_read(node)):
-            earliest = [self._last_owner(params)]
-        return max(earliest, default=self.stages.count - 1 if node in self.needs_tangent else None)
+        return max(earliest) if earliest else self._last_owner(self._params_read(node))
 
     def _params_read(self, node: fx.Node) -> frozenset[str]:
         """Returns the parameters that the operands of ``node`` are moved from."""
