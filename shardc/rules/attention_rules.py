@@ -86,7 +86,7 @@ class _FusedHeads(Heads):
         """
 
         def operand(name: str, shape: Sequence[int]) -> Dims:
-            if name in ("attn_mask", "attn_bias"):
+            if name in ("attn_mask", "attn_bias"):  # of the scores' shape, or broadcastable to it
                 return broadcast_factors(self.scores, shape)
             if name == "logsumexp":
                 return self.log_sum_exp(shape)
@@ -278,7 +278,7 @@ class Attended:
             self.out, self.sums = out, sums
             return
         self.many = True
-        combined = self.run(aten.logaddexp.default, self.sums, sums)
+        combined = self.run(aten.logaddexp.default, self.sums, sums)  # over the keys of all blocks so far
         base = self._base(combined)
         # Each block's output is divided by the sum over its own keys, so it is weighted by its share of all.
         before, added = (

@@ -42,7 +42,7 @@ def _scaled(call: Call) -> Spec:
     in_blocks = len(maxima_a) == 3
     blocks = maxima_a[1] if in_blocks else inner  # without them, each element of k counts as a block
     i, j = loops.dim("i", rows), loops.dim("j", columns)
-    k = loops.dim("k", blocks, "sum")
+    k = loops.dim("k", blocks, kind="sum")
     maxima: list[Dims] = [(i, ()) if maxima_a else (), ((), j) if maxima_b else ()]
     if in_blocks:
         maxima = [(i, k, ()), (k, (), j)]

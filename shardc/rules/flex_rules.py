@@ -99,8 +99,8 @@ class _Positions:
     def _of(self, dim: int) -> Emitted | None:
         """Emit the global positions of this rank's elements along ``dim`` of the query; None if they are 0, 1, ..."""
         layout = self.local.operand_layout("query")
-        at = self.local.call.position("query") or 0
-        # True sizes are listed by dims of all operands; those before the query have four dims each.
+        at = self.local.call.position("query") or 0  # 0 in forward, 1 in the gradient
+        # True sizes (without padding) are listed by dims of all operands; those before the query have four dims each.
         size = self.local.true_size(4 * at + dim, layout.shape[dim])
         if not layout.dim_axes(dim) and size == layout.shape[dim]:
             return None

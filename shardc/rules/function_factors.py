@@ -109,7 +109,9 @@ class SubDims:
             self.whole.update(row)
 
     def keep_distinct(self, rows: Sequence[Row]) -> None:
-        """Keep whole the sub-dims in more than one of ``rows``, since an axis cannot split two dims of a value."""
+        """Keep whole the sub-dims in more than one of ``rows`` (each: the sub-dims of one dim), since an axis cannot
+        split two dims of a value.
+        """
         seen: set[int] = set()
         for row in rows:
             leaves = set(self.leaves(row))
@@ -283,6 +285,7 @@ def _splits(spec: Spec, factor: str) -> bool:
     """Return whether an axis may split ``factor``, and every result that lacks the factor is then a partial sum (not a
     partial maximum, for example).
     """
+    # Splittable means that all results carry the factor, or that it has a reduce op.
     return spec.splittable(factor) and (spec.carried_by_all(factor) or dict(spec.reduce)[factor] == "sum")
 
 
@@ -407,13 +410,14 @@ class Factored:
         return values, rows
 
     def _joined_results(self, carries: int) -> list[Rows]:
-        """Return the sub-dims of the results of the op: those of the last graph's outputs, with ``time`` before those
-        of a ``scan`` that are no carries. The outputs of both branches of a ``cond`` are joined.
+        """Return the sub-dims of the results of the op: those of the last graph's outputs. A ``scan`` stacks those that
+        are no carries over its steps, along a first dim ``time``. Of a ``cond`` those of both branches are joined, so
+        that its result is split in one way, whichever branch runs.
         """
         results = self.graphs[-1].results
         if self.function.kind == "cond":
-            for first, other in zip(self.graphs[0].results, results, strict=True):
-                self._join(first, other)
+            for of_true, of_false in zip(self.graphs[0].results, results, strict=True):
+                self._join(of_true, of_false)
         if self.function.kind == "scan":
             return [*results[:carries], *([self.time, *result] for result in results[carries:])]
         return results

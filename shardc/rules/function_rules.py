@@ -103,7 +103,9 @@ class _OnRank:
             self._learn(rows, layout)
 
     def _learn(self, rows: Rows, layout: Layout) -> None:
-        """Record the digits of each sub-dim of ``rows``, the dims of a value with ``layout``."""
+        """Record the digits of each sub-dim of ``rows``, the dims of a value with ``layout``. Digits are factors of
+        an index, each local or bound to a mesh axis; they say how the sub-dim is split.
+        """
         leaves = [tuple(self.factored.sub_dims.leaves(row)) for row in rows]
         # Digits of a dim of several sub-dims are divided among them, as the factors of any op.
         parts = project(self.local.spec, self.factored.dims(rows), layout) if any(len(x) > 1 for x in leaves) else {}
@@ -112,8 +114,8 @@ class _OnRank:
                 self.digits[sub_dim] = digits if len(row) == 1 else parts[self.factored.factor(sub_dim)]
 
     def _digits(self, row: Iterable[int]) -> list[Digit]:
-        """Return the digits of a dim that consists of the sub-dims ``row``. A sub-dim that no operand or result has
-        (inside a function only) is one local digit.
+        """Return the digits (factors of the index, each local or bound to a mesh axis) of a dim that consists of the
+        sub-dims ``row``. A sub-dim that no operand or result has (inside a function only) is one local digit.
         """
         sub_dims = self.factored.sub_dims
         return [d for x in sub_dims.leaves(row) for d in self.digits.get(x, (Digit(sub_dims.size(x)),))]
@@ -150,9 +152,9 @@ class _OnRank:
         builder.results = [env[node] for node in graph.outputs]
         # The branches must leave the same sums pending; a result that one of them has whole is made a term.
         if self.factored.function.kind == "cond":
-            results = zip(builder.results, graph.outputs, self.factored.pending, strict=True)
+            outputs = zip(builder.results, graph.outputs, self.factored.pending, strict=True)
             builder.results = [
-                term(builder, x, self.axes(of_both - graph.pending[node][0])) for x, node, of_both in results
+                term(builder, x, self.axes(of_both - graph.pending[node][0])) for x, node, of_both in outputs
             ]
         return builder
 
@@ -184,10 +186,10 @@ class _Body:
 
     def __init__(self, device: torch.device, wanted: dict[tuple[str, ...], None]) -> None:
         self.device, self.wanted, self.inner, self._mode = device, wanted, fx.Graph(), FakeTensorMode()
-        self.results: list[Any] = []
-        self._arguments: list[fx.Node] = []
-        self._coordinates: dict[tuple[str, ...], fx.Node] = {}
-        self._once: dict[object, Any] = {}
+        self.results: list[Any] = []  # set by the caller
+        self._arguments: list[fx.Node] = []  # placeholders of the function's arguments, in order
+        self._coordinates: dict[tuple[str, ...], fx.Node] = {}  # axes -> placeholder of the rank's index along them
+        self._once: dict[object, Any] = {}  # key -> what `once` has emitted for it
 
     def argument(self, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """Add and return the placeholder of one more tensor argument of the function."""

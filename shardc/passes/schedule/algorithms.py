@@ -81,11 +81,13 @@ class Group:
         )
 
     def native(self, kind: str, x: Value) -> float:
-        """Returns the predicted seconds of the backend's own collective of ``kind``."""
+        """Returns the predicted seconds of the backend's own collective of ``kind`` for a local input ``x``."""
         return self.cost.seconds(kind, self.ranks, self._wire(kind, x))
 
     def exchanged(self, kind: str, x: Value) -> float:
-        """Returns the predicted seconds of a collective of ``kind`` that is run as an all-to-all."""
+        """Returns the predicted seconds of a collective of ``kind`` that is run as an all-to-all, for a local input of
+        type ``x``.
+        """
         return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
 
     def _wire(self, kind: str, x: Value) -> int:

@@ -43,6 +43,10 @@ class ByLink:
 
     A bucket holds at most one repeated block of the model, so that the first gather is not later than with a unit per
     block (FSDP2), and at most a sixty-fourth of a rank's memory.
+
+    Args:
+        hardware: bandwidth and latency of the links, and a rank's memory.
+        mesh: the mesh, from which follows which links the ranks of a group use.
     """
 
     hardware: Hardware

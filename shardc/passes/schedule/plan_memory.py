@@ -37,6 +37,9 @@ class PlanMemory:
     result, for the terms that come from n - 2 ranks. Tensors that share a message (`shardc.ir.arena`) have instead
     one slot for all incoming messages and one for the outgoing ones. An all-reduce over more than two ranks has one
     slot.
+
+    Args:
+        mesh: the mesh, which gives the number of ranks of a process group.
     """
 
     mesh: Mesh
