@@ -96,8 +96,8 @@ class _FusedHeads(Heads):
 
 
 def _pads_rows(loops: Loops) -> bool:
-    """Return whether the kernel's log-sum-exp has other rows than there are queries: some kernels pad it, or return an
-    empty one.
+    """Return whether the kernel's log-sum-exp has more or fewer rows than there are queries: some kernels pad it, or
+    return an empty one.
     """
     lse = [shape for name, shape in zip(loops.names, loops.shapes, strict=True) if name == "logsumexp"]
     lse = lse or loops.result_shapes[1:2]  # an operand of a backward kernel, the second result of a forward one
@@ -239,7 +239,9 @@ def _call(call: Call) -> Spec:
 
 
 def _gradient(call: Call) -> Spec:
-    """Return the spec of the backward of attention of a split sequence."""
+    """Return the spec of the backward of attention of a split sequence. If keys are split, the gradient of the queries
+    is a partial sum; if queries are, those of keys and values are.
+    """
     loops = Loops(call)
     heads = SequenceHeads(loops, backward=True)
     grad, key, value = 0, 2, 3  # positions of the operands; linear in the gradient of the output
@@ -299,8 +301,8 @@ class Attended:
         return narrow(self.local, self.out) if self.many else self.out, self.sums
 
     def _base(self, sums: Emitted) -> Emitted:
-        """Return the log-sum-exp ``sums`` as a base of exponents: if some query sees no key of a block, with 0 in place
-        of -inf (else -inf minus -inf would give nan).
+        """Return the log-sum-exp ``sums`` in the form that `_share` subtracts: with 0 in place of -inf if some query
+        sees no key of a block (else -inf minus -inf would give nan).
         """
         return _finite(self.local, sums) if self.blind else sums
 
@@ -330,8 +332,8 @@ def _call_local(local: Local) -> Emitted:
 
 
 def _key_count(local: Local, sequence: KeyBlocks, keys: Emitted) -> int:
-    """Return the number of ``keys``, those of a block [b, g, k, e], without padding. In a block of split keys the bias
-    hides the padding, so it counts.
+    """Return how many of ``keys``, those of a block [b, g, k, e], the kernel attends to: those that are no padding. If
+    keys are split, all of them, since the bias hides the padding there.
     """
     count = local.builder.shape(keys)[2]
     return min(local.call["keys"], count) if sequence.whole else count  # padding comes after all keys

@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 
 def _created(call: Call, kind: str = FREE) -> Spec:
-    """Return the spec of an op that creates a tensor: every dim of the result is a factor of ``kind``, which no operand
-    shares. Operands, such as the tensor of ``new_zeros`` or the key of a draw, are whole.
+    """Return the spec of an op that creates a tensor: each dim of the result may be split (``kind`` is `FREE`), or must
+    be whole (`WHOLE`). Operands, such as the tensor of ``new_zeros`` or the key of a draw, are whole.
     """
     loops = Loops(call)
     operands = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]

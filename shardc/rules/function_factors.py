@@ -97,7 +97,7 @@ class SubDims:
             self._replace(x, (y,))
 
     def _cut(self, sub_dim: int, size: int) -> Row:
-        """Cut a sub-dim into a major part and a minor part of ``size`` elements; return the row of both."""
+        """Cut a sub-dim into a major part and a minor part of ``size`` elements; return both, as a row."""
         parts = (*self.new(self._sizes[sub_dim] // size), *self.new(size))
         self._replace(sub_dim, parts)
         return parts
@@ -290,7 +290,7 @@ def _splits(spec: Spec, factor: str) -> bool:
 
 
 def _row(factors: Mapping[str, Row], names: Iterable[str]) -> Row:
-    """Return the sub-dims of the factors ``names``, one after the other."""
+    """Return the sub-dims of the factors ``names``, one after the other. ``factors``: name -> its sub-dims."""
     return tuple(sub_dim for name in names for sub_dim in factors[name])
 
 

@@ -125,8 +125,8 @@ class _OnRank:
         return [axis for _, axis in self._digits(sorted(pending)) if axis is not None]
 
     def layouts(self, graph: Graph, node: fx.Node) -> tuple[Layout, ...]:
-        """Return the layout of each result of ``node``: its dims as their sub-dims are split, and pending sums over the
-        axes that split the sub-dims over which it is one.
+        """Return the layout of each result of ``node``. A dim is split as its sub-dims are; a sum over a split sub-dim
+        is pending over the axes of the split.
         """
         return tuple(
             Layout(self.mesh, list(map(self._digits, rows)), [(axis, "sum") for axis in self.axes(pending)])

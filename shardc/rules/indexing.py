@@ -417,8 +417,8 @@ def _index(call: Call) -> Spec:
 
 
 def _index_put(call: Call) -> Spec:
-    """Return the spec of a write by tensors of indices, ``x[i, :, j] = y``. A rank writes the entries that it holds. If
-    the write adds, ranks may share the entries, which leaves a partial sum; if it replaces, each rank needs all.
+    """Return the spec of a write by tensors of indices, ``x[i, :, j] = y``. A rank writes to its shard. If the write
+    adds, the entries may be split over ranks, which leaves a partial sum; if it replaces, each rank needs all of them.
     """
     if _masks(call):
         return _all_whole(call)

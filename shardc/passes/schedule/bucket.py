@@ -218,8 +218,8 @@ class Bucket:
 
 def _in_turn(graph: fx.Graph, free: frozenset[fx.Node], level: Mapping[fx.Node, int]) -> list[fx.Node]:
     """Returns the collectives that can be fused, in the order in which they join buckets: the prefetchable ones first,
-    and one that waits for another one after it. A second reduction of a gradient comes after all first ones, since it
-    closes the bucket that it waits for, as do gathers and maxima behind a maximum.
+    and one that reads another one's result after it. A second reduction of a gradient comes after all first ones, since
+    the bucket that it reads cannot grow any more; so do gathers and maxima behind a maximum.
 
     Args:
         free: the prefetchable ops.

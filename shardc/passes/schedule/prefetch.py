@@ -97,7 +97,7 @@ def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> s
 
 def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
     """Moves each op in ``free`` to just before its first user: changes its position in ``priority`` (node -> position),
-    in place. The ops before a gather that moved so stand right before it.
+    in place. So the ops that a gather reads follow it to its new place.
     """
     for node in reversed(graph.nodes):  # users first
         if node in free:
@@ -115,8 +115,9 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def prioritize(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Moves each gather that an entry names to before the first op of the entry's module, in the order ``priority``, if
-    it is read only after that op. Returns (entry, gather, that first op) of each such gather.
+    """Moves gathers of the modules that a plan entry lists in front of the first op of the entry's own module: changes
+    their positions in ``priority``, in place. Gathers that are read before that op stay. Returns (entry, gather, that
+    first op) of each other one.
 
     Args:
         priority: position of each node in the new order, changed in place.

@@ -52,8 +52,9 @@ class PruneUnusedGrads:
         return gm
 
     def _drop_absent(self, rewriter: GraphRewriter) -> set[fx.Node]:
-        """Makes ops with absent and other gradients as operands compute with the others only. Returns the absent nodes:
-        tangents that are not used, and what depends on no other tangents. The caller erases them.
+        """Rewrites each op of which some gradient operands are absent, so that it computes with the others only.
+        Returns the absent nodes: tangents of unused outputs, and what depends on no other tangents. The caller erases
+        them.
         """
         graph = rewriter.graph
         gradients = set(ir.placeholders(graph, "tangent"))  # and what depends on them
