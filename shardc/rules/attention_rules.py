@@ -149,14 +149,14 @@ def _packed(call: Call, backward: bool) -> Spec:
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
     query, key, value = (shapes[name] for name in ("query", "key", "value"))
-    if len(key) != 3:  # pages of a cache
+    if len(key) != 3:  # not [tokens, heads, elements], but pages of a cache: nothing may be split
         whole = [loops.dims(f"{name}.", shape, WHOLE) for name, shape in shapes.items()]
         results = [loops.dims(f"result{at}.", shape, WHOLE) for at, shape in enumerate(loops.result_shapes)]
         return loops.spec(whole, results)
     g = loops.dim("g", key[1])
     # r heads of queries share a head of keys, whose gradient sums over them.
-    h = (*g, *loops.dim("r", query[1] // key[1], "sum" if backward else FREE))
-    # All sequences lie in one dim; where each begins is data, so this dim is whole.
+    h = (*g, *loops.dim("r", query[1] // key[1], kind="sum" if backward else FREE))
+    # All sequences lie in one dim, of t queries and u keys; where each begins is data, so this dim is whole.
     t, u = loops.dim("t", query[0], WHOLE), loops.dim("u", key[0], WHOLE)
     e, f = loops.dim("e", query[2], WHOLE), loops.dim("f", value[2], WHOLE)
     dims = {

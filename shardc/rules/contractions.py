@@ -46,7 +46,7 @@ def _scaled(call: Call) -> Spec:
     maxima: list[Dims] = [(i, ()) if maxima_a else (), ((), j) if maxima_b else ()]
     if in_blocks:
         maxima = [(i, k, ()), (k, (), j)]
-    summed = (*k, *loops.dim("block", inner // blocks, "sum"))  # k of the matrices: blocks, and elements in a block
+    summed = (*k, *loops.dim("block", inner // blocks, kind="sum"))  # k of the matrices: block, place in it
     return loops.spec([(i, summed), (summed, j), *maxima], [(i, j)])
 
 
@@ -100,7 +100,7 @@ def _trilinear(call: Call) -> Spec:
         for place in sorted(places):
             shape.insert(place, absent)
     operands: list[Dims] = [
-        tuple(loops.dim(f"d{i}", n, "sum" if i in summed else FREE) for i, n in enumerate(shape) if n != absent)
+        tuple(loops.dim(f"d{i}", n, kind="sum" if i in summed else FREE) for i, n in enumerate(shape) if n != absent)
         for shape in shapes
     ]
     sizes = enumerate(zip(*shapes, strict=True))  # common dim -> its size in each operand
@@ -235,9 +235,9 @@ def _sampled(call: Call) -> Spec:
     backward = "grad_output" in loops.names
     image, grid = (loops.shapes[loops.names.index(name)] for name in ("input", "grid"))
     # Channels share the grid, so the grid's gradient sums over them.
-    n, c = loops.dim("n", image[0]), loops.dim("c", image[1], "sum" if backward else FREE)
+    n, c = loops.dim("n", image[0]), loops.dim("c", image[1], kind="sum" if backward else FREE)
     # In backward all points add to the whole image's gradient, so they are not split.
-    points = loops.dims("y", grid[1:-1], WHOLE if backward else FREE)
+    points = loops.dims("y", grid[1:-1], kind=WHOLE if backward else FREE)
     x, of_grid = (n, c, *loops.dims("x", image[2:], WHOLE)), (n, *points, loops.dim("e", grid[-1], WHOLE))
     y = (n, c, *points)
     by_name = {"input": x, "grid": of_grid, "grad_output": y}

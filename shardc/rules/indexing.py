@@ -61,8 +61,8 @@ def _embedding_backward(call: Call) -> Spec:
     grad, index = loops.shapes
     # Scaling by frequency counts how often each index occurs, so every rank needs all of them.
     counts = call["scale_grad_by_freq"]
-    ids, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
-    vocabulary = loops.dim("v", call["num_weights"], WHOLE if counts else FREE)
+    ids, row = loops.dims("i", index, kind=WHOLE if counts else "sum"), loops.dim("d", grad[-1])
+    vocabulary = loops.dim("v", call["num_weights"], kind=WHOLE if counts else FREE)
     grad_position = 0  # linear in the incoming gradient: if that is a partial sum, so is the result
     return loops.spec([(*ids, row), ids], [(vocabulary, row)], linear=[{grad_position}])
 
@@ -132,10 +132,10 @@ def _gather_factors(call: Call, looked_up: str, over: str) -> tuple[Loops, list[
     for i, sizes in enumerate(zip(*loops.shapes, strict=True)):  # dim by dim, the sizes that the operands have there
         for at, size in enumerate(sizes):
             if i == dim and at == tensor:
-                out[at].append(loops.indexed("v", size, looked_up))
+                out[at].append(loops.indexed("v", size, kind=looked_up))
             elif i == dim and at == index:
                 # A source larger than its index cannot be split with it: their shards would not correspond.
-                out[at].append(loops.dim("k", size, over if set(sizes[index:]) == {size} else WHOLE))
+                out[at].append(loops.dim("k", size, kind=over if set(sizes[index:]) == {size} else WHOLE))
             elif i == dim and size == sizes[index]:  # the source, entry by entry as the index
                 out[at].append(out[index][i])
             elif i != dim and len(set(sizes)) == 1:
@@ -214,8 +214,8 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     dim = call.dim
     shape = loops.shapes[0]
     # Factors d0, d1, ... of the dims, and v of the indexed one.
-    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)} if shape else None)
-    index = loops.dims("k", loops.shapes[1], over)
+    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], kind=looked_up)} if shape else None)
+    index = loops.dims("k", loops.shapes[1], kind=over)
     if not shape:  # torch indexes a zero-dim tensor as if it had one dim
         return loops, x, index, ()
     selected: Dims = index or ((),)  # a zero-dim index selects one slice
@@ -374,8 +374,8 @@ class Indexed:
         shape = loops.shapes[0]
         at = indexed_dims(call)
         index_shapes = [call["indices"][dim].shape for dim in at]
-        entries = loops.dims("b", torch.broadcast_shapes(*index_shapes), over)
-        indexed_factors = {i: loops.indexed(f"v{i}", shape[i], looked_up) for i in at}
+        entries = loops.dims("b", torch.broadcast_shapes(*index_shapes), kind=over)
+        indexed_factors = {i: loops.indexed(f"v{i}", shape[i], kind=looked_up) for i in at}
         self.x = loops.dims("d", shape, but=indexed_factors)
         self.indices: list[Dims] = [broadcast_factors(entries, index_shape) for index_shape in index_shapes]
         # NumPy's rule: adjacent index tensors leave their dims in place, others move them to the front.
