@@ -97,7 +97,9 @@ class _Positions:
         self.same = {name: x for name, x in self.same.items() if x is not None}
 
     def _of(self, dim: int) -> Emitted | None:
-        """Emit the global positions of this rank's elements along ``dim`` of the query; None if they are 0, 1, ..."""
+        """Emit and return the global positions of this rank's elements along ``dim`` of the query; None if they are 0,
+        1, 2, ..., as the op assumes without an argument.
+        """
         layout = self.local.operand_layout("query")
         at = self.local.call.position("query") or 0  # 0 in forward, 1 in the gradient
         # True sizes (without padding) are listed by dims of all operands; those before the query have four dims each.
@@ -120,6 +122,7 @@ class _Positions:
         """
         local, builder = self.local, self.local.builder
         where = self.same | ({} if block.columns is None else {"columns": block.columns})
+        # The op that evaluates the mask ahead of the kernel: FLEX_TABLES gives what torch's CUDA kernel takes.
         op = mask_op(builder.device)
         # The kernel of such a device evaluates the mask at each call.
         if op is None:
@@ -127,14 +130,14 @@ class _Positions:
         *batch_heads_rows, _ = builder.shape(local.operand("query"))
         read_by_mask = list(local.operand("captured"))[self.functions.counts[0] :]  # behind those of the score function
         size = [*batch_heads_rows, builder.shape(key)[2]]
-        mask = read_by_mask, local.call["body"], size, local.call["keys"]
+        arguments = read_by_mask, local.call["body"], size, local.call["keys"]
         device = [builder.device] if op is FLEX_TABLES else []
         # All that the result depends on, hashable: calls that agree on it share the result.
-        mask_key = (op, *(tuple(x) if isinstance(x, list) else x for x in mask), *where.items())
+        mask_key = (op, *(tuple(x) if isinstance(x, list) else x for x in arguments), *where.items())
 
         def emit() -> list[Emitted]:
-            results = builder.call(op, *mask, *device, **where)
-            count = 8 if op is FLEX_TABLES else 1  # the tables of a `BlockMask`, or one tensor
+            results = builder.call(op, *arguments, *device, **where)
+            count = 8 if op is FLEX_TABLES else 1  # the tables of torch's `BlockMask`, or one tensor
             return [builder.call(getitem, results, at) for at in range(count)]
 
         return where | {"visible": builder.once(mask_key, emit)}
