@@ -259,8 +259,9 @@ def _columns(call: Call) -> Spec:
         columns, image = image, columns
     lead = loops.dims("n", image[:-3])
     c = loops.dim("c", image[-3])
+    # Dim -2 of the columns has all elements of a window: those of channel 0 first.
     window_factors = c + loops.dim("k", columns[-2] // max(image[-3], 1), WHOLE)
-    sides = {
+    sides = {  # shape -> factors of its dims
         columns: (*lead, window_factors, loops.dim("l", columns[-1], WHOLE)),
         image: (*lead, c, *loops.dims("x", image[-2:], WHOLE)),
     }

@@ -80,8 +80,9 @@ class SubDims:
         a, b = list(self.leaves(left)), list(self.leaves(right))
         while a and b:
             # Resolve again, since the pair before may have replaced sub-dims of what is left; take the minor ones.
-            (*a, x), (*b, y) = self.leaves(a), self.leaves(b)
-            if x == y:
+            *a, x = self.leaves(a)
+            *b, y = self.leaves(b)
+            if x == y:  # joined before
                 continue
             m, n = self._sizes[x], self._sizes[y]
             if not m or not n or (m % n and n % m):
@@ -403,7 +404,9 @@ class Factored:
         values, rows = list(call.operands[leading:]), list(self.operands[leading:])
         # The sequences come behind the carries. All have as many slices as there are steps.
         for at in range(counts[0], sum(counts)) if kind == "scan" else ():
-            (steps, *shape), (row, *rows[at]) = values[at].shape, rows[at]
+            # Dim 0 becomes ``time``; the others are those of a slice.
+            steps, *shape = values[at].shape
+            row, *rows[at] = rows[at]
             self.time = self.time or self.sub_dims.new(steps)
             self.sub_dims.join(row, self.time)
             values[at] = Value(values[at].dtype, tuple(shape))

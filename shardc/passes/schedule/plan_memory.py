@@ -49,7 +49,7 @@ class PlanMemory:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         slots: list[Slot] = []
         for at, node in enumerate(gm.graph.nodes):
-            if node.target in IN_MESSAGES:
+            if node.target in IN_MESSAGES:  # a direct collective
                 added = self._slots_of(node, at)
                 numbers = list(range(len(slots), len(slots) + len(added)))
                 other_arguments = len(node.target._schema.arguments) - 1  # the last one is ``slots``
@@ -122,6 +122,7 @@ def _uses_of_slots(
     Args:
         place_of: node -> its position.
     """
+    # Of views and getitems too, so that an op that reads a slot through them counts.
     slots_of: dict[fx.Node, frozenset[int]] = {}
     ends: dict[int, int] = {}
     for node, at in place_of.items():
@@ -141,7 +142,7 @@ def _uses_of_slots(
             slots_of[node] = frozenset(numbers[:count])
             first_wait = min((place_of[wait] for wait in waits_of(node)), default=at)
             ends.update({slot: max(at, first_wait) for slot in numbers[count:]})
-            ends.update({slot: at for slot in numbers[:count]})
+            ends.update({slot: at for slot in numbers[:count]})  # until an op reads them, later in this loop
         elif node.target is getitem and node.args[0].target in IN_MESSAGES:
             numbers = node.args[0].args[-1]
             # Result number n is in the collective's slot n. A ring has one slot for all of its results.
