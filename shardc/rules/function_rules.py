@@ -93,8 +93,8 @@ class _OnRank:
     def __init__(self, local: Local, factored: Factored, find_rule: FindRule) -> None:
         self.local, self.factored, self.find_rule = local, factored, find_rule
         self.mesh = local.operands[0].mesh
-        self.coordinates: dict[tuple[str, ...], None] = {}  # an ordered set
-        self.digits: dict[int, Digits] = {}  # by sub-dim
+        self.coordinates: dict[tuple[str, ...], None] = {}  # axes whose coordinates the graphs read (an ordered set)
+        self.digits: dict[int, Digits] = {}  # sub-dim -> how the layouts of operands and results split it
         values = [
             *zip(factored.operands, local.operands, strict=True),
             *zip(factored.results, local.results, strict=True),
@@ -185,6 +185,7 @@ class _Body:
     """
 
     def __init__(self, device: torch.device, wanted: dict[tuple[str, ...], None]) -> None:
+        # ``wanted`` is shared: axes of the coordinates that any graph of the function takes. ``inner``: the graph.
         self.device, self.wanted, self.inner, self._mode = device, wanted, fx.Graph(), FakeTensorMode()
         self.results: list[Any] = []  # set by the caller
         self._arguments: list[fx.Node] = []  # placeholders of the function's arguments, in order
