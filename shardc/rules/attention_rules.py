@@ -125,7 +125,8 @@ def _backward(call: Call) -> Spec:
     heads = _FusedHeads(loops, backward=True)
     inputs = [heads.query, heads.key, heads.value]
     grads = [dims for dims, result in zip(inputs, call.results, strict=False) if result is not None]
-    bias = [broadcast_factors(heads.scores, v.shape) for v in call.results[3:] if v is not None]
+    # A bias broadcasts to the scores; over the dims that it lacks, its gradient is a sum.
+    bias = [broadcast_factors(heads.scores, grad.shape) for grad in call.results[3:] if grad is not None]
     return loops.spec(heads.operands(), [*grads, *bias])
 
 
@@ -369,8 +370,9 @@ def _gradient_local(local: Local) -> Emitted:
     def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
         keys = _key_count(local, sequence, k)
         grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.when)
-        return [run(getitem, grads, at) for at in range(3)]
+        return [run(getitem, grads, at) for at in range(3)]  # of the queries, and of the block's keys and values
 
+    # It adds those of the queries over the blocks, and sends those of keys and values to the rank that has these.
     return sequence.gradients(sequence.blocks(), of_block)
 
 

@@ -170,6 +170,7 @@ def _gradient_local(local: Local) -> Emitted:
         results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block, k))
         return [run(getitem, results, at) for at in range(count)]
 
+    # It sends the gradients of keys and values to the rank that has these, and adds the others over the blocks.
     return sequence.gradients(sequence.by_position(), of_block)
 
 

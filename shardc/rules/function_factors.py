@@ -188,8 +188,8 @@ class Graph:
         return [self.rows[node][0] for node in self.outputs]
 
     def _run(self, operands: Sequence[Value]) -> dict[fx.Node, Any]:
-        """Run the graph on fake tensors of the types ``operands``; return node -> its fake value, from which the rules
-        of its ops read shapes.
+        """Run the graph on fake tensors of the types ``operands`` (dtypes and global shapes); return node -> its fake
+        value, from which the rules of its ops read shapes.
         """
         vals: dict[fx.Node, Any] = {}
         values = iter(operands)
@@ -256,7 +256,7 @@ class Graph:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self.pending[node] = [next(arguments)]
-            elif node.target is getitem:
+            elif node.target is getitem:  # one result of an op with several
                 self.pending[node] = [self.pending[node.args[0]][node.args[1]]]
             elif node in self.ops:
                 self.pending[node] = self._pending(self.ops[node], check)

@@ -166,6 +166,7 @@ class _OnRank:
         if rule is None or op.spec is None:  # its operands are whole
             return builder.call(op.call.target, *args, **kwargs)
         operands = tuple(self.layouts(graph, x)[0] for x in op.operands)
+        # Of the results that are tensors.
         results = tuple(x for x, value in zip(self.layouts(graph, node), op.call.results, strict=True) if value)
         return rule.localize(Local(builder, op.call, op.spec, operands, results, args, kwargs))
 

@@ -165,6 +165,7 @@ def _spread_all_to_alls(graph: fx.Graph) -> None:
     dense = [priority[node] for node in graph.nodes if is_dense(node)]
     starts = [node for node in graph.nodes if collective_kind(node) == "all_to_all"]
     light = [n for n in graph.nodes if n.op == "call_function" and not (is_start(n) or is_dense(n) or n.target is WAIT)]
+    # In this order: where an op stands between two all-to-alls, the second one decides.
     _delay_ops_after(starts, light, dense, priority)
     before = set(starts)  # and the light ops that lead to one
     for node in reversed(light):
