@@ -319,6 +319,7 @@ def _call_local(local: Local) -> Emitted:
     """Emit attention of this rank's queries to all keys, block by block; return [output, log-sum-exp]."""
     run, sequence, attended = local.builder.call, KeyBlocks(local), Attended(local)
     scale, query = local.call["scale"], local.operand("query")
+    # A block has a mask of its own: a bias, the kernel's causal mode, or that (`when`) one position later.
     for block, k, v in sequence.with_keys(sequence.blocks()):
         keys = _key_count(local, sequence, k)
         results = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
@@ -328,7 +329,7 @@ def _call_local(local: Local) -> Emitted:
             nothing = run(aten.full_like.default, block_sums, -inf)
             block_sums = run(aten.where.self, block.blind, nothing, block_sums)
         attended.add(block_out, block_sums, blind=block.blind is not None)
-    out, sums = attended.over(sequence.pending)
+    out, sums = attended.over(sequence.pending)  # the axes that split keys and not queries
     return [out, _finite(local, sums) if attended.blind else sums]
 
 

@@ -30,7 +30,7 @@ def fallback_rule(target: object) -> Rule | None:
     """
     if not isinstance(target, OpOverload) or draws(target):
         return None
-    # A symbolic argument is a size, which would have to be that of the shard; no table says which one.
+    # A symbolic argument is a size (but for the ordinal of `kthvalue`), which would have to be that of the shard.
     if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(target._schema))):
         return None
     return Rule(str(target), _spec, TEXT) if has_single_dim_table(target) else None

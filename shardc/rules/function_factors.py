@@ -167,7 +167,7 @@ class Graph:
         self.graph, self.sub_dims, self._spec_of = graph, sub_dims, spec_of
         self.device = _device(graph)
         self.vals = self._run(operands)  # node -> its fake value, of global shape
-        # By node, with a list over its results, since an op may have several:
+        # By node, for each of its results: the sub-dims of its dims, and those over whose split it is a pending sum.
         self.rows: dict[fx.Node, list[Rows]] = {}
         self.pending: dict[fx.Node, list[Pending]] = {}
         self.ops: dict[fx.Node, Op] = {}

@@ -184,14 +184,14 @@ def _scatter(call: Call) -> Spec:
         linear = [{tensor, source}]
     elif call.name == "aten.scatter.value" and call["value"] == 0:
         linear = [{tensor}]
-    return loops.spec(operands, results=operands[:1], linear=linear)
+    return loops.spec(operands, results=[operands[tensor]], linear=linear)
 
 
 def _scatter_add(call: Call) -> Spec:
     """Return the spec of writes that add: entries may be split over ranks, and the result is then a partial sum."""
     loops, operands = _gather_factors(call, looked_up=FREE, over="sum")
     tensor, source = 0, 2  # the op is linear in both together: it passes a partial sum if both are one
-    return loops.spec(operands, results=operands[:1], linear=[{tensor, source}])
+    return loops.spec(operands, results=[operands[tensor]], linear=[{tensor, source}])
 
 
 # --- index_select, index_add, ...: a one-dim index, each entry of which selects a slice of the tensor

@@ -143,7 +143,7 @@ class Bucket:
         rewriter = GraphRewriter(gm.graph)
         free = prefetchable(gm.graph)
         for bucket in self._buckets(gm.graph, priority, free):
-            if len(bucket.members) > 1 or self.direct:
+            if len(bucket.members) > 1 or self.direct:  # direct messages have a coalesced op only
                 self._coalesce(rewriter, bucket, priority)
         # Casts and moves before a member may stand later than the bucket now: put them before it.
         sink_to_first_use(gm.graph, free, priority)
@@ -199,6 +199,7 @@ class Bucket:
         ``priority``. The old waits read its results.
         """
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
+        # A coalesced op that sends messages between ranks, or torch's own.
         target: OpOverload = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)
         # Anywhere: the order of nodes follows from ``priority``.
