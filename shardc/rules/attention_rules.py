@@ -46,9 +46,9 @@ class Heads:
         self.loops, self.shapes = loops, dict(zip(loops.names, loops.shapes, strict=True))
         query, key, value = (self.shapes[name] for name in ("query", "key", "value"))
         sequence = loops.indexed if indexed else loops.dim
-        b, g = loops.dim("b", query[0], batch), loops.dim("g", key[1], batch)
-        h = (*g, *loops.dim("r", query[1] // key[1], groups))  # r heads of queries share a head of keys
-        q, k = sequence(QUERIES, query[2], rows), sequence(KEYS, key[2], keys)
+        b, g = loops.dim("b", query[0], kind=batch), loops.dim("g", key[1], kind=batch)
+        h = (*g, *loops.dim("r", query[1] // key[1], kind=groups))  # r heads of queries share a head of keys
+        q, k = sequence(QUERIES, query[2], kind=rows), sequence(KEYS, key[2], kind=keys)
         e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
         self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
         # Of the output, of a tensor with one number per query (the log-sum-exp), and of the scores.
@@ -224,6 +224,7 @@ def routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
     # of which it has to split one.
     methods = zip(call["axis"].split(","), call["method"].split(","), strict=True)
     required = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
+    # ``around``: keys pass round a ring of ranks while they compute; else they are gathered first.
     routed = Routed(QUERIES, KEYS, moving=moving, trips=trips, around=call["around"], required=required)
     return replace(spec, routed=routed)
 

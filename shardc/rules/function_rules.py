@@ -58,7 +58,8 @@ def _localize(local: Local, find_rule: FindRule, spec_of: SpecOf) -> Emitted:
     bodies = [on_rank.body(graph) for graph in factored.graphs]
     graphs, kind = tuple(body.finish() for body in bodies), factored.function.kind
     function = Function(kind, graphs, factored.function.counts, function_flops(kind, graphs))
-    register(function)  # one of this name may be there, loaded, without values
+    # Its result is not used: an equal function that was loaded has no example values on its nodes.
+    register(function)
     operands += [local.builder.coordinate(axes) for axes in on_rank.coordinates]
     if kind == "scan":
         return scans.on_rank(local, function, operands)

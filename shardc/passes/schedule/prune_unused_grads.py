@@ -41,7 +41,7 @@ class PruneUnusedGrads:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         absent = self._drop_absent(GraphRewriter(gm.graph))
         output = ir.output_node(gm.graph)
-        output.args = (tuple(None if x in absent else x for x in output.args[0]),)
+        output.args = (tuple(None if x in absent else x for x in output.args[0]),)  # torch's word for no gradient
         # Users come before their operands, so all that only erased nodes read is erased, placeholders included.
         for node in reversed(list(gm.graph.nodes)):
             if node is not output and not node.users:

@@ -114,7 +114,7 @@ class Schedule:
             gathers: the gathers to prefetch.
             uses: gather -> position of its first use.
             priority: position of each node in the new order, changed in place.
-            first: priority of gathers that can start at once.
+            first: position, before all ops, of gathers that can start at once.
         """
         gathers.sort(key=lambda node: (uses[node], priority[node]))
         for at, node in enumerate(gathers):
