@@ -285,6 +285,8 @@ def _argument_grads(
             # Frozen since a backward whose gradient was left unreduced: autograd drops what is yielded for it.
             if has_sum and grad is not None and not x.requires_grad:
                 _accumulate(x, grad)
+        elif grad is not None:
+            grad = unaliased(grad, occupied)
         yield grad
     for name, grad in late.items():
         param: Any = runner.params.snapshot.parameters[name]

@@ -87,5 +87,5 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
                 axes = group_axes(over, groups.mesh) or ()
                 started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])
                 counts = torch.ops._c10d_functional.wait_tensor(started)
-            out[where] = counts
+            out[where] = counts.clone()  # the caller's, whatever becomes of it
     return out

@@ -251,6 +251,11 @@ def part_of_it(module: nn.Linear) -> None:
     module.weight.data[1:].zero_()
 
 
+def overlapping_parts(module: nn.Linear) -> None:
+    module.weight.data[:6].zero_()
+    module.weight.data[2:7].fill_(1.0)
+
+
 ERRORS: list[tuple[Callable[[Any], None], str]] = [
     (norm_of_itself, "aten.linalg_vector_norm.default cannot initialise 'weight' ([8, 4]) shard by shard"),
     (from_meta, "aten.copy_.default cannot initialise 'weight' ([8, 4]) from a tensor on meta, which has no values"),
@@ -261,10 +266,11 @@ ERRORS: list[tuple[Callable[[Any], None], str]] = [
     ),
     (lambda module: None, "'weight' is on meta and the initialisation filled nothing of it"),
     (part_of_it, "'weight' is on meta and the initialisation filled only a part of it"),
+    (overlapping_parts, "'weight' is on meta and the initialisation filled only a part of it"),
 ]
 
 
-@pytest.mark.parametrize(("init", "message"), ERRORS, ids=[message for _, message in ERRORS])
+@pytest.mark.parametrize(("init", "message"), ERRORS, ids=[f"{init.__name__}: {message}" for init, message in ERRORS])
 def test_errors(init: Callable[[Any], None], message: str) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 8, bias=False)

@@ -144,6 +144,36 @@ def a_global_loss_behind() -> None:
     assert_same(back, b, grads=True)
 
 
+class Sum(nn.Module):
+    """A sum: the gradients of inputs and of the parameter have equal values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x + y + self.shift) * 2
+
+
+def gradients_share_no_memory(backend: str) -> None:
+    module = shardc.compile(
+        Sum(), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), shardc.ddp("dp"), backend=backend
+    )
+    x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    tangent = torch.ones(4, 4)
+    module(x, y).backward(tangent)
+    for changed in (x.grad, y.grad, module.shift.grad.to_local(), tangent):
+        others = [x.grad, y.grad, module.shift.grad.to_local(), tangent]
+        before = [other.clone() for other in others]
+        changed.add_(1)
+        assert sum(not torch.equal(*pair) for pair in zip(others, before, strict=True)) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_one_rank(backend: str) -> None:
+    run_ranks(1, partial(gradients_share_no_memory, backend))
+
+
 @pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
