@@ -152,15 +152,15 @@ class _Image:
     def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:
         call = loops.call
         groups, transposed = call["groups"], call["transposed"]
-        # Dim 1 of input and output has the channels of all groups.
-        n = loops.dim("n", x[0], kinds.get("n", FREE))
+        # Dim 1 of input (x) and output (y) has the channels of all groups.
+        n = loops.dim("n", x[0], kind=kinds.get("n", FREE))
         g = loops.dim("g", groups)
-        c = loops.dim("c", x[1] // groups, kinds.get("c", FREE))
-        o = loops.dim("o", y[1] // groups, kinds.get("o", FREE))
+        c = loops.dim("c", x[1] // groups, kind=kinds.get("c", FREE))
+        o = loops.dim("o", y[1] // groups, kind=kinds.get("o", FREE))
         in_channels, self.channels = (*g, *c), (*g, *o)  # ``channels``: of the output, and of a bias
         self.x = (n, in_channels, *loops.dims("x", x[2:], WHOLE))
         self.y = (n, self.channels, *loops.dims("y", y[2:], WHOLE))
-        # Dim 0 of the weight has the channels of all groups, dim 1 those of one group on the other side.
+        # Dim 0 of the weight (w) has the channels of all groups, dim 1 those of one group on the other side.
         kernel = loops.dims("k", w[2:], WHOLE)
         self.w = (in_channels, o, *kernel) if transposed else (self.channels, c, *kernel)
 
