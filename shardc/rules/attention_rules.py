@@ -86,6 +86,7 @@ class _FusedHeads(Heads):
         """
 
         def operand(name: str, shape: Sequence[int]) -> Dims:
+            """Return the factors of the dims of one operand, by the argument's name and its shape."""
             if name in ("attn_mask", "attn_bias"):  # of the scores' shape, or broadcastable to it
                 return broadcast_factors(self.scores, shape)
             if name == "logsumexp":
@@ -370,6 +371,7 @@ def _gradient_local(local: Local) -> Emitted:
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
 
     def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
+        """Emit and return the gradients for one block, with the keys ``k`` and the values ``v``."""
         keys = _key_count(local, sequence, k)
         grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.when)
         return [run(getitem, grads, at) for at in range(3)]  # of the queries, and of the block's keys and values

@@ -80,6 +80,7 @@ def _matrices(call: Call) -> Spec:
     lead = lead if len(batches) == 1 else 0  # number of batch dims that may be split
 
     def dims(prefix: str, shape: Sequence[int]) -> Dims:
+        """Return the factors of a tensor's dims: those of the batch, and whole ones, named ``prefix`` and a number."""
         batch = dict(enumerate(loops.dims("b", shape[:lead])))  # shared by all tensors
         return loops.dims(prefix, shape, WHOLE, but=batch)
 

@@ -55,6 +55,7 @@ def _spec(call: Call) -> Spec:
             factor_of |= {at: (f"r{number}", row.kind) for at in row.split}
 
     def factors(at: int, dim: int, size: int) -> Factors:
+        """Return the factors of a dim of tensor ``at`` (results first): the factor of a row, or a whole one."""
         name, kind = factor_of.get((at, dim), (f"x{at}.{dim}", WHOLE))
         return loops.dim(name, size, kind)
 

@@ -167,6 +167,7 @@ def _gradient_local(local: Local) -> Emitted:
     count = 3 + len(local.call["wanted"])  # gradients of query, key and value, then of captured tensors
 
     def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
+        """Emit and return the gradients for one block, with the keys ``k`` and the values ``v``."""
         results = run(FLEX_GRADIENT, grad, query, k, v, *how, **places.at(block, k))
         return [run(getitem, results, at) for at in range(count)]
 

@@ -266,6 +266,7 @@ def _add_local(source: str) -> Localize:
     """
 
     def localize(local: Local) -> Emitted:
+        """Emit the op on this rank's shard of the tensor, and return its result."""
         dim, added = local.call.dim, local.operand(source)
         checked = in_range(local, local.results[0], dim, local.operand("index"))
         # If entries are split over ranks, the results are summed: only one rank may start from the tensor itself.
@@ -273,7 +274,8 @@ def _add_local(source: str) -> Localize:
         if not split(local.results[0], dim):
             return local.same(self=total, index=checked)
         index, mask = to_local_indices(local, local.results[0], dim, checked)
-        source_shape, index_shape = local.call.operands[2].shape, local.call.operands[1].shape
+        index_value, source_value = local.call.operands[1:3]  # behind the tensor; of global shapes
+        source_shape, index_shape = source_value.shape, index_value.shape
         if len(source_shape) != len(index_shape):  # `index_add`: each entry of its index is for a slice of the source
             mask = align(local, mask, len(source_shape) - dim - 1)
         for i, (size, used) in enumerate(zip(source_shape, index_shape, strict=False)):
@@ -298,6 +300,7 @@ def _sorted(call: Call) -> Spec:
     shared = len(boundaries) - 1
 
     def dims(name: str, shape: Sequence[int]) -> Dims:
+        """Return the factors of the dims of the argument ``name``, of ``shape``."""
         # The values are the argument "self". Boundaries, and a sorter of their shape, share all dims but the last.
         return tuple(
             loops.dim(f"d{i}", size) if i < shared or name == "self" else loops.dim(f"n{i}", size, WHOLE)

@@ -77,7 +77,7 @@ def _ops_before(start: fx.Node, free: set[fx.Node], any_size: bool = False) -> s
     ops read the result of one that is not small.
     """
     ops: set[fx.Node] = set()
-    # Bytes that these ops may yet add to what is held longer, from the earlier place on.
+    # Results of these ops are held longer, from the earlier place on; so many bytes of them are worth it.
     bytes_left = inf if any_size else max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)
     while todo:
