@@ -39,7 +39,7 @@ class SubDims:
     def __init__(self) -> None:
         self._sizes: list[int] = []  # number of a sub-dim -> its size
         self._stands_for: dict[int, Row] = {}  # joined or cut sub-dim -> what replaces it, which may be replaced too
-        self.whole: set[int] = set()
+        self.whole: set[int] = set()  # sub-dims that no axis may split
 
     def new(self, size: int, whole: bool = False) -> Row:
         """Create a sub-dim (a factor of a dim) of ``size`` elements; return it as a row (the sub-dims of one dim). The
@@ -100,7 +100,7 @@ class SubDims:
     def _cut(self, sub_dim: int, size: int) -> Row:
         """Cut a sub-dim into a major part and a minor part of ``size`` elements; return both, as a row."""
         parts = (*self.new(self._sizes[sub_dim] // size), *self.new(size))
-        self._replace(sub_dim, parts)
+        self._replace(sub_dim, parts)  # in all dims that have it
         return parts
 
     def _replace(self, sub_dim: int, row: Row) -> None:

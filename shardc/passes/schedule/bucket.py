@@ -226,7 +226,8 @@ def _in_turn(graph: fx.Graph, free: frozenset[fx.Node], level: Mapping[fx.Node, 
         free: the prefetchable ops.
         level: number of collectives before a node that leads to an output, as from `leaving`.
     """
-    before: dict[fx.Node, int] = {}  # number of collectives and moves that a free op depends on, one after another
+    # Of a free op, the number of collectives and moves in a row that it depends on; ``level`` has that of gradients.
+    before: dict[fx.Node, int] = {}
     for node in filter(free.__contains__, graph.nodes):
         before[node] = max((before[x] + is_start(x) for x in node.all_input_nodes if x in before), default=0)
     fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]

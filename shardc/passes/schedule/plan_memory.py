@@ -129,7 +129,7 @@ def _uses_of_slots(
         if node.op == "output":
             continue
         reads = frozenset().union(*(slots_of.get(read, frozenset()) for read in node.all_input_nodes))
-        # A collective's input must not be overwritten until the collective is done.
+        # A collective's input must not be overwritten until the collective is waited for.
         until = max([at, *(place_of[wait] for wait in waits_of(node))]) if is_start(node) else at
         for slot in reads:
             ends[slot] = max(ends.get(slot, 0), until)
