@@ -174,7 +174,7 @@ def _forward(call: Call) -> Spec:
     # With c split the output is partial, and every rank would add the bias to its term.
     image = _Image(loops, x, w, y, c=WHOLE if biased else "sum")
     operands = [image.x, image.w, *([(image.channels,)] if biased else [])]
-    # Linear in the input and in the weight; with a bias in neither, by the same reason.
+    # Linear in the input, and in the weight; with a bias in neither, for the same reason.
     return loops.spec(operands, [image.y], linear=() if biased else [{0}, {1}])
 
 

@@ -455,7 +455,7 @@ def _index_local(local: Local) -> Emitted:
     """Emit and return indexing by tensors on a shard; entries of other ranks read as zero."""
     tensor_layout = local.operands[0]
     indices, split_dims, mask = _locate_all(local, tensor_layout)
-    if not split_dims:
+    if not split_dims:  # each rank has all that the indices may point at
         return local.same(indices=indices)
     # The mask covers the dims of the index, which the ``after`` other dims of the result follow.
     after = Indexed(local.call, looked_up=FREE, over=FREE).after  # of any kind: only the order of dims is asked for
