@@ -194,7 +194,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
         return MeshError(failed[topic], fix=failed.get("fix", _FIXES["values"]))
     # Of long texts, such as graphs, the first line that differs.
     if value is not None and other_value is not None and "\n" in value + other_value:
-        pairs = zip_longest(value.splitlines(), other_value.splitlines(), fillvalue="nothing more")
+        pairs = zip_longest(value.split("\n"), other_value.split("\n"), fillvalue="nothing more")
         value, other_value = next(pair for pair in pairs if pair[0] != pair[1])
     what = f"in {topic}" if topic != "event" else "in what they do"
     return MeshError(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import MeshError
+from shardc.runtime.events import difference
 from shardc.runtime.gloo.listen import interrupt
 from tests.ranks import run_ranks
 
@@ -140,3 +141,9 @@ def test_two_ranks() -> None:
         another_constant_tensor_is_named,
         a_rank_that_does_not_come_is_named,
     )
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"])
+def test_texts_that_differ_in_how_they_end(end: str) -> None:
+    lines, other_lines = ([["event", "step"], ["graph", text]] for text in ("a\nb", f"a\nb{end}"))
+    assert "ranks differ at a step, in graph" in difference(0, lines, 1, other_lines).what
