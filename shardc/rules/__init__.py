@@ -53,14 +53,13 @@ _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")  # namespaces o
 
 
 def find_rule(target: object) -> Rule | None:
-    """Return the rule of an op overload, or None. Tried in this order: a rule for the overload, a rule for all
-    overloads of the op, torch's own table (`fallback_rule`). The functional form of a custom op that writes to its
-    arguments has the rule of that op.
+    """Return the rule of an op overload, or None. Tried in this order: rules that the user registered, shardc's own,
+    torch's table (`fallback_rule`); of the first two, a rule for the overload before a rule for all overloads of the
+    op. The functional form of a custom op that writes to its arguments has the rule of that op.
     """
-    for name in _names(target):  # a rule that the user registered precedes shardc's own of the same name
-        if (match := _registered.get(name) or RULES.get(name)) is not None:
-            return match
-    return fallback_rule(target)
+    names = _names(target)
+    matches = (rules[name] for rules in (_registered, RULES) for name in names if name in rules)
+    return next(matches, None) or fallback_rule(target)
 
 
 def _names(target: object) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardc import rules
 from shardc.errors import RuleError
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
@@ -108,3 +109,13 @@ def test_a_registered_rule_replaces_the_one_before() -> None:
     register_rule(op, "i d, i -> d", reduction={"i": "whole"})
     spec = spec_of(call(op, [(4, 8), (4,)], [(8,)]))
     assert spec is not None and not spec.splittable("i") and spec.splittable("d")
+
+
+def test_a_rule_registered_for_all_overloads_replaces_rules_of_overloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_registered", {})
+    op, packet = torch.ops.aten.max.dim, "aten::max"
+    before = find_rule(op)
+    of_packet = register_rule(packet, "i j -> i, i", reduction={"j": "whole"})
+    assert before is not None and find_rule(op) is of_packet
+    of_overload = register_rule(op, "i j -> j, j", reduction={"i": "whole"})
+    assert find_rule(op) is of_overload and find_rule(torch.ops.aten.max.default) is of_packet
