@@ -236,8 +236,9 @@ def _advance_ops_before(
 def _place_final_waits(
     graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float], limit: int
 ) -> None:
-    """Sets where to wait for collectives whose results only leave the graph (such as reduced gradients), so that at
-    most ``limit`` bytes of them are in flight. Changes the waits' positions in ``priority``, in place.
+    """Sets where to wait for collectives whose results only leave the graph (such as reduced gradients), so that when
+    one starts, at most ``limit`` bytes of earlier ones are in flight, or only the one before it. Changes the waits'
+    positions in ``priority``, in place.
 
     Each is waited for after the start of a later such collective, at the earliest the next one; the last ones at the
     end. A second reduction, or a move to the host, starts when the next collective does.
