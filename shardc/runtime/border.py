@@ -152,17 +152,19 @@ class Border:
             self._listen(outputs, node)
 
     def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
-        """Wraps as `ReadOnly` each output that shares memory with another tensor on one device, but not here. Returns
-        all outputs.
+        """Wraps as `ReadOnly` each output that shares memory with another tensor on one device, but not here: a write
+        would not reach that tensor. Changes the list ``outputs`` in place, and returns it.
         """
         position_of = {port.role.name: position for position, port in enumerate(half.takes)}
         for at in self._views[half].read_only:
             if not isinstance(outputs[at], Tensor):
                 continue
-            output = self._aliasing[half][at]
+            aliasing = self._aliasing[half][at]
             # The tensor in whose memory it is on one device; None if that is another output, or a constant.
-            source = feed[position_of[output.of]] if output.of in position_of else None
-            outputs[at] = read_only(outputs[at], output, self._index_of(half, at), self.program.returned, source)
+            source = feed[position_of[aliasing.of]] if aliasing.of in position_of else None
+            # The error of a write names the output by its index, and other outputs in that memory.
+            index, all_outputs = self._index_of(half, at), self.program.returned
+            outputs[at] = read_only(outputs[at], aliasing, index, all_outputs, source)
         return outputs
 
     def _index_of(self, half: Half, at: int) -> int:
@@ -366,23 +368,25 @@ class Border:
         return out.detach() if only_saved and self._aliasing[half][at].read_by else out.clone()
 
 
-def read_only(x: Tensor, output: Returned, index: int, returned: Sequence[Returned], source: Tensor | None) -> ReadOnly:
+def read_only(
+    x: Tensor, aliasing: Returned, index: int, all_outputs: Sequence[Returned], source: Tensor | None
+) -> ReadOnly:
     """Wraps output ``x`` so that writes to it raise. On one device a write would also change another tensor in the
     same memory; here ``x`` is a copy.
 
     Args:
-        output: how it aliases on one device.
+        aliasing: how it aliases on one device.
         index: its index.
-        returned: how each output aliases there.
+        all_outputs: how each output aliases there.
         source: the parameter, buffer or input that owns this memory; None if there is none, or it is a constant.
     """
-    if output.of is None:
-        others = {at for at, other in enumerate(returned) if other.first == output.first} - {index}
+    if aliasing.of is None:
+        others = {at for at, other in enumerate(all_outputs) if other.first == aliasing.first} - {index}
         shared = Shared(index, outputs_text(others))
     elif source is None:
-        shared = Shared(index, repr(output.of), constant=True)
+        shared = Shared(index, repr(aliasing.of), constant=True)
     else:
-        shared = Shared(index, repr(output.of), source=weakref.ref(source), itself=output.itself)
+        shared = Shared(index, repr(aliasing.of), source=weakref.ref(source), itself=aliasing.itself)
     return ReadOnly.of(x.detach(), shared)
 
 

@@ -325,7 +325,7 @@ class Groups:
             return _compat.new_group(self.ranks(inside), members_only=True)
         groups = self._groups(axes)
         everyone = list(range(dist.get_world_size()))
-        if groups == [everyone] and not _is_shared(self.device_mesh):
+        if groups == [everyone] and not _world_is_shared(self.device_mesh):
             return _world()
         # The device mesh has groups of whole axes. Torch orders the ranks of a group by number, and graphs count them
         # in mesh order: both must be the same.
@@ -363,7 +363,7 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _is_shared(device_mesh: DeviceMesh) -> bool:
+def _world_is_shared(device_mesh: DeviceMesh) -> bool:
     """Whether threads other than the one that runs steps may use the world's process group: they may on CPU ranks.
 
     Gloo matches collectives of a group by their order on each rank. ``torch.distributed.checkpoint.async_save`` calls
@@ -374,14 +374,13 @@ def _is_shared(device_mesh: DeviceMesh) -> bool:
 
 
 def _without_world_group(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Returns a mesh equal to ``device_mesh`` that does not use the world's process group. The axis of all ranks, if
-    any, gets a new group.
+    """Returns a mesh equal to ``device_mesh`` that does not use the world's process group, in which other threads may
+    run collectives meanwhile. The axis of all ranks, for which DeviceMesh takes that group, gets a new one.
 
-    DeviceMesh takes the world's group for an axis of all ranks. ``device_mesh`` is returned itself if it has no such
-    axis, or if the group is not shared (`_is_shared`).
+    Returns ``device_mesh`` itself if it has no such axis, or if no other thread uses that group (`_world_is_shared`).
     """
     groups, world = [device_mesh.get_group(dim) for dim in range(device_mesh.ndim)], _world()
-    if world not in groups or not _is_shared(device_mesh):
+    if world not in groups or not _world_is_shared(device_mesh):
         return device_mesh
     world_copy = _compat.new_group(range(dist.get_world_size()))
     return DeviceMesh.from_group(

@@ -76,7 +76,8 @@ class ModuleSnapshot:
 
     def holds(self) -> bool:
         """Whether the model still has the same modules, parameters, buffers and hooks under the same names."""
-        if any(map(any, [get(attributes) for get, attributes in self._empty])):  # an empty dict got an entry
+        # `get_empty` returns the dicts of a module that were empty then: does one have an entry now?
+        if any(map(any, [get_empty(attributes) for get_empty, attributes in self._empty])):
             return False
         # The dicts are the same objects; then what is in them.
         if not all(map(is_, [attributes[kind] for attributes, kind in self._places], self._full)):

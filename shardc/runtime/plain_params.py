@@ -119,17 +119,18 @@ class Shard:
             state[key] = self._as_dtensor(key, x, state.get(key))
         self._last_read, self._last_written = list(state.values()), list(mine.values())
 
-    def _as_dtensor(self, key: str, x: object, dtensor: object) -> object:
+    def _as_dtensor(self, key: str, x: object, present: object) -> object:
         """Converts ``x``, entry ``key`` of the shard's optimizer state, to an entry of the parameter's state. A
         tensor of the shard's shape becomes a DTensor; other values stay.
 
         Args:
-            dtensor: the parameter's present value, returned if its local tensor is ``x``.
+            present: the entry that the parameter's state has now; returned if it is a DTensor with the local tensor
+                ``x``.
         """
         if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
             return x
-        if isinstance(dtensor, DTensor) and dtensor._local_tensor is x:
-            return dtensor
+        if isinstance(present, DTensor) and present._local_tensor is x:
+            return present
         return like_parameter(x, self.param)
 
 

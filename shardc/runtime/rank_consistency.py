@@ -233,14 +233,15 @@ class RankConsistency:
         return self.number // _AGAIN
 
     def report_error(self, error: BaseException, epoch: int) -> None:
-        """Sends an error of this rank to the others, which raise it too; event numbers restart. Does nothing if the
-        others learn of the error otherwise (CollectiveError) or need not raise (error of `meet`).
+        """Sends an error of this rank to the others, which raise it too; all then number their events anew, in a new
+        epoch. Does nothing if the others know of the error, or need not raise.
 
         Args:
             epoch: epoch at the start of the failing block. If it has changed since, the others have raised already.
         """
-        if self.alone or epoch != self.epoch or self._broken:
-            return  # collectives were aborted for an error that ranks know already
+        if self.alone or epoch != self.epoch or self._broken:  # broken: by an error that ranks know already
+            return
+        # A failed collective fails on the others, too. An error of `meet` concerns only ranks that called it.
         if isinstance(error, CollectiveError) or self._meeting_error() is error:
             return
         with self._lock:

@@ -232,18 +232,18 @@ class _Padder(PaddedValues):
             return
         grown_operands = [self._operand(x, call, spec, at, padded_factors) for at, x in enumerate(operands)]
         operand_paddings = [_padding_of_dims(spec, dims, padded_factors) for dims in spec.operands]
-        results = [_padding_of_dims(spec, dims, padded_factors) for dims in spec.results]
-        result = self._emit_padded(node, call, spec, grown_operands, operand_paddings, results)
+        result_paddings = [_padding_of_dims(spec, dims, padded_factors) for dims in spec.results]
+        result = self._emit_padded(node, call, spec, grown_operands, operand_paddings, result_paddings)
         # What moves elements keeps the value in the padding; what other ops compute there is undefined.
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
         # `_operand` pads what is quantised with zeros, which stay zero.
         filling = 0 if node.target is QUANTISE else filling
         if isinstance(ir.info(node).value, tuple):
-            rest = iter(results)  # of the results that are tensors
+            rest = iter(result_paddings)  # of the results that are tensors
             paddings = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
             self.several[node] = result, paddings, filling
         else:
-            self._record_padded(node, result, results[0], filling)
+            self._record_padded(node, result, result_paddings[0], filling)
 
     def _record_padded(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
         """Records ``result`` as the padded form of ``node``, and its ``padding``; as its plain form if nothing is
@@ -342,31 +342,32 @@ class _Padder(PaddedValues):
         call: Call,
         spec: Spec,
         operands: list[fx.Node],
-        grown: list[Padding],
-        results: list[Padding],
+        operand_paddings: list[Padding],
+        result_paddings: list[Padding],
     ) -> Any:
         """Emits the op ``node`` at padded sizes, through its rule's localize function; returns its result, or a list of
-        several. ``grown`` and ``results`` are the paddings of the operands and of the results.
+        several.
 
         Args:
+            call, spec: of the op at true sizes.
             operands: the padded operands.
-            grown: padding of each operand.
-            results: padding of each result.
+            operand_paddings, result_paddings: the padding of each operand, and of each result.
         """
         rule = find_rule(node.target)
         assert rule is not None
         args, kwargs = with_operands(node, operands)
         # Padded sizes are to the rule what shards are: the op is localized for a mesh that splits nothing.
-        layouts = [
-            tuple(Layout.whole(self.mesh, [padded_size(runs) for runs in one]) for one in side)
-            for side in (grown, results)
-        ]
-        # The rule's function for shards may replace the op by others; an opaque op has to stay as it is until then.
+        operand_layouts, result_layouts = (
+            tuple(Layout.whole(self.mesh, [padded_size(runs) for runs in padding]) for padding in paddings)
+            for paddings in (operand_paddings, result_paddings)
+        )
+        # The rule's function may replace the op by others; an opaque op is kept until it is localized to shards.
         localize = Local.same if rule.opaque else rule.localize
-        result = localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
+        result = localize(Local(self, call, spec, operand_layouts, result_layouts, tuple(args), dict(kwargs)))
         if isinstance(result, fx.Node) and result.op == "call_function":
             # The sizes without padding, which its rule can ask for when the op is localized to shards.
-            ir.update(result, name=self.record.name, true_sizes=tuple(true_size(runs) for one in grown for runs in one))
+            true_sizes = tuple(true_size(runs) for padding in operand_paddings for runs in padding)
+            ir.update(result, name=self.record.name, true_sizes=true_sizes)
         return result
 
 

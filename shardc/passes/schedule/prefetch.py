@@ -35,9 +35,11 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
     collective count only if nothing else reads their results (small ones excepted), and if these have at most twice the
     bytes of its own result, since they are held longer when it is prefetched.
     """
-    free: set[fx.Node] = set()
-    early: set[fx.Node] = set()  # nodes that depend on inputs alone, prefetchable or not
-    output = output_node(graph)
+    free: set[fx.Node] = set()  # the result
+    # What ops in `free` may read: inputs, the starts and waits in `free`, and light ops that depend on these alone.
+    early: set[fx.Node] = set()
+    # What the graph returns stays in place: it is held until the end, and would be from an earlier place on.
+    returned = set(output_node(graph).all_input_nodes)
     for node in graph.nodes:
         if node.op == "placeholder":
             early.add(node)
@@ -48,17 +50,18 @@ def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
             is_maximum = _is_maximum(node)
             ops_before = _ops_before(node, free, any_size=is_maximum)
             free |= ops_before or set()
-            # A maximum and a move stand before a gather and move with it; a gather itself is placed by its callers.
+            # A maximum and a move stand before a gather and move with it; a gather itself is placed by the callers.
             moves_along = is_maximum or move_kind(node) == "to_device"
-            if ops_before is not None and moves_along and output not in node.users:
+            if ops_before is not None and moves_along and node not in returned:
                 free.add(node)
                 early.add(node)
         elif node.target is WAIT:  # of one of these starts: of others the start is not in ``early``
-            if output not in node.users or ir.value(node).nbytes <= SMALL:  # backward reads what scaled a weight
+            # A small result may be returned: the backward reads the maximum by which a weight was scaled.
+            if node not in returned or ir.value(node).nbytes <= SMALL:
                 free.add(node)
                 early.add(node)
         # A light op becomes free only where a collective reads it (`_ops_before`).
-        elif _tensor_bytes(node) is not None and not is_dense(node) and output not in node.users:
+        elif _tensor_bytes(node) is not None and not is_dense(node) and node not in returned:
             early.add(node)
     return frozenset(free)
 
