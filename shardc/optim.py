@@ -248,8 +248,8 @@ class _OnShards(torch.optim.Optimizer):
         return None
 
     def _gather(self) -> list[WholeParameter]:
-        """Sends parameters and gradients to the ranks that own the parameters; an owner updates the whole tensor.
-        Returns, on all ranks, the whole parameters that have gradients.
+        """Gathers the shards of each parameter and of its gradient on the rank that owns it, where the step then
+        updates the whole tensor. Returns, on all ranks, the parameters that are updated so: those with gradients.
         """
         grads = [(x, x.param.grad) for x in self._whole]
         used = [x for x, grad in grads if grad is not None]

@@ -172,8 +172,8 @@ class _Lookup:
         return self._call(target, table, len(self.ordered), index, values)
 
     def _put(self, values: fx.Node, table: fx.Node | None, adds: bool, fixed: Sequence[int]) -> fx.Node:
-        """Insert the write by an ``index_put`` or, if all indices are in order, an addition. Return the table after it,
-        with its dims in `order`; arguments are those of `_scatter_rows`.
+        """Insert the write by an ``index_put``; if all indices are in order, the values are the new table or are added
+        to it. Return the table after the write, with its dims in `order`; arguments are those of `_scatter_rows`.
 
         Args:
             fixed: dims of the broadcast indices that no index varies over: all values along them go to one entry.

@@ -41,8 +41,8 @@ class _Container:
     kind: str
 
     def changes(self) -> Iterator[tuple[str, object]]:
-        """Yields (expression of the entry, its new value) for each entry of a dict that differs from the copy. For
-        another container that differs, yields its own expression and the container once.
+        """Yields (expression, new value) for each entry of a dict that differs from the copy: the entry's expression,
+        or the dict's if it holds items. A list, set or deque that differs is yielded once, as a whole.
         """
         if not isinstance(self.value, dict):
             now, before = list(self.value), list(self.before)

@@ -160,8 +160,8 @@ class Explainer:
         return ""
 
     def _explaining_op(self, at: int, consumer: str) -> int:
-        """Return the position of the op by which the collective at ``at`` is explained: itself if it reduces, else the
-        op named ``consumer``, which needs its result. Plan entries are looked for at the parameters of that op.
+        """Return the position of the op whose module and operands lead to the parameter, and so to the plan entry, that
+        explains the collective at ``at``: itself if it reduces, else the op named ``consumer``, which needs its result.
         """
         if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at

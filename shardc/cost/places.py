@@ -21,7 +21,9 @@ WHOLE = 0  # location of a part that splits nothing; places count up from 1, red
 
 
 class Place(NamedTuple):
-    """A factor of dim ``dim`` that an axis part can split, of size ``high // low`` and stride ``low`` elements."""
+    """A factor of dim ``dim`` that an axis part (a mesh axis or a factor of one) can split: ``high // low`` indices,
+    which are ``low`` elements of the dim apart.
+    """
 
     dim: int
     low: int

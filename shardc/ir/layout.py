@@ -477,8 +477,8 @@ def axes_of(padding: Padding) -> tuple[str, ...]:
 
 
 def canonical_runs(runs: Sequence[Run]) -> Runs:
-    """Return the ``runs`` of a dim, major to minor, in canonical form: each unpadded run is merged into the run before
-    it. A merged run still has its padding at its end.
+    """Return the ``runs`` (factors of one padded dim, major to minor) in canonical form: each run without padding is
+    merged into the run before it, whose padding stays at its end.
 
     >>> canonical_runs([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))

@@ -118,7 +118,7 @@ class _Call:
 
     @property
     def _has_padding(self) -> bool:
-        """Whether columns of the operands may lie behind the last key, as those of other ranks or padding."""
+        """Whether columns of the operands may be padding, whose global positions are ``keys`` or higher."""
         return self.positions[1] is not None or self.size[3] > self.keys
 
     def score(self, differentiable: bool = False) -> Callable[..., Tensor]:

@@ -275,8 +275,12 @@ class Attended:
         self.blind = self.many = False
 
     def add(self, out: Emitted, sums: Emitted, *, blind: bool = False) -> None:
-        """Add the result for one block of keys: its output ``out`` and its log-sum-exp ``sums``. ``blind``: some
-        queries may see no key of this block, so their log-sum-exp is -inf.
+        """Combine the result for one more block of keys with that of the blocks so far.
+
+        Args:
+            out: output of the block.
+            sums: its log-sum-exp.
+            blind: whether some queries may see no key of the block, so that their log-sum-exp is -inf.
         """
         self.blind |= blind
         if self.out is None:  # a single block stays as it is, in its dtype

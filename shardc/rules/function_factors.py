@@ -468,8 +468,8 @@ class Factored:
             self._keep_consistent()
 
     def _step(self, check: bool) -> list[Pending]:
-        """Return the pending sums of the carries (values that go from step to step) after one more step. ``check``:
-        forbid splits of a sub-dim if an op cannot take operands that are pending sums over it.
+        """Return, for each carry (a value that goes from step to step), the sub-dims over which it is a pending sum
+        after one more step. ``check``: keep a sub-dim whole if an op cannot take a pending sum over it as an operand.
 
         Those of all results of the graphs are in ``_pending_of_graphs``.
         """
@@ -499,8 +499,8 @@ class Factored:
                     self.sub_dims.whole.add(sub_dim)
 
     def _replicated(self) -> frozenset[int]:
-        """Return the positions of the results that stay replicated if some factor is split (a factor other than the
-        steps): those that are no pending sums and lack a factor that may be split.
+        """Return the positions of the results that are the same on every rank along some split: they lack a factor
+        that may be split (that of the steps does not count), and are no pending sums.
         """
         carried_by = [_leaves_of(self.sub_dims, rows) for rows in self.results]
         splittable = self._all_leaves() - self.sub_dims.whole - set(self.sub_dims.leaves(self.time))

@@ -150,7 +150,9 @@ def _unbind(call: Call) -> Spec:
 
 
 def _slice_scatter(call: Call) -> Spec:
-    """Return the spec of a write of a slice. Its dim may be split into blocks of which the slice consists."""
+    """Return the spec of ``slice_scatter``. The dim consists of equal blocks, and the slice of some of them; each rank
+    may have the same part of every block. If the step is not 1, the dim must not be split.
+    """
     dim, start, _, step = _slice_bounds(call)
     loops = Loops(call)
     shape, src = loops.shapes
@@ -187,7 +189,9 @@ def _select_scatter_local(local: Local) -> Emitted:
 
 
 def _cat(call: Call) -> Spec:
-    """Return the spec of ``cat``. Its dim may be split into blocks whose size divides those of all operands."""
+    """Return the spec of ``cat``. Its dim consists of equal blocks in all operands; each rank may have the same part of
+    every block.
+    """
     loops = Loops(call)
     shape = loops.result_shapes[0]
     dim = call["dim"] % len(shape)

@@ -109,8 +109,8 @@ class Border:
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
-        """Returns which outputs of graph ``half`` are views on one device (`Views`). `hand_out` makes these from
-        other tensors after each run. Cached per graph.
+        """Returns which outputs of graph ``half`` are views if the model runs on one device (`Views`). After each run,
+        `hand_out` makes them again, as views of the same sources. Cached per graph.
         """
         if half not in self._views:
             views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)

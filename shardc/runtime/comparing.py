@@ -273,8 +273,8 @@ class Meeting:
             store.delete_key(f"{self.prefix}meet/{number}")
 
     def on_attempt(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
-        """Records that another rank has called a collective method after event ``number`` and waits there for this
-        rank; does not wait itself. ``attempt`` names that call in the store.
+        """Records (`invited`) that another rank waits for this one in a collective method, which it called after event
+        ``number``; returns at once. ``attempt`` names that call in the store.
 
         Args:
             now: returns the number of this rank's last event; the attempt is refused if that is a later one.

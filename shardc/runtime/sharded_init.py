@@ -65,7 +65,7 @@ class Lazy(torch.Tensor):
         return f"Lazy({list(self.shape)}, {self.dtype})"
 
     def value(self) -> torch.Tensor:
-        """Returns the values as a CPU tensor; reads all elements."""
+        """Returns this lazy tensor as a plain CPU tensor; reads all its elements."""
         return self.read(tuple(range(size) for size in self.shape))
 
     @classmethod

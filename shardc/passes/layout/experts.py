@@ -90,8 +90,8 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 
 def _entered_values(start: fx.Node, count: int) -> dict[int, fx.Node]:
-    """Returns number of the result -> the getitem that reads it, for the ``count`` results of the mark ``start`` (the
-    values that enter the expert).
+    """Returns the getitems that read the ``count`` results of the mark ``start`` (the values that enter the expert), by
+    the number of the result.
 
     A getitem is inserted for a result that nothing reads.
     """
