@@ -15,8 +15,8 @@ function model(data) {
   // Under each lane is that of the step beside, if there is one.
   const beside = data.beside, us = Math.max(data.us, beside ? beside.us : 0) || 1;
   const below = (beside ? beside.bars : []).map((bar) => bar.lane);
-  const own = ["compute", ...new Set([...data.collectives.map((c) => c.axis), ...below.filter((lane) => lane !== "compute")])];
-  const lanes = own.flatMap((lane) => beside ? [lane, BESIDE] : [lane]);
+  const primary = ["compute", ...new Set([...data.collectives.map((c) => c.axis), ...below.filter((lane) => lane !== "compute")])];
+  const lanes = primary.flatMap((lane) => beside ? [lane, BESIDE] : [lane]);
   const bars = (lane) => beside.bars.filter((bar) => bar.lane === lane).map((bar) => ({ ...bar, op: null, at: null }));
   const spans = lanes.map((lane, n) => lane === BESIDE ? bars(lanes[n - 1])
     : lane === "compute"
@@ -63,8 +63,8 @@ function model(data) {
     for (let n = Math.ceil(from / apart); n * apart <= to; n += 1) out.push(n * apart);
     return out;
   }
-  // What is held at a time: the last sample not after it.
-  function held(us) {
+  // Memory at a time, as (microseconds, bytes by owner): the last sample not after it.
+  function memoryAt(us) {
     let low = 0, high = data.memory.samples.length;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -96,8 +96,8 @@ function model(data) {
       const numbered = [...Array(period).keys()].map((n) => first + n).find(differs);
       if (numbered === undefined || taken[first] || taken[first + length - 1]) continue;
       // The part of a module's name that has the layer's number.
-      const one = module[numbered].split("."), next = module[numbered + period].split(".");
-      const depth = one.findIndex((part, n) => part !== next[n]) + 1;
+      const numberedPath = module[numbered].split("."), next = module[numbered + period].split(".");
+      const depth = numberedPath.findIndex((part, n) => part !== next[n]) + 1;
       const layer = (at) => module[at].split(".").slice(0, depth).join(".");
       const inside = (at) => layer(at).replace(/\d+$/, "") === layer(numbered).replace(/\d+$/, "");
       let begin = first;  // where a layer begins
@@ -112,10 +112,10 @@ function model(data) {
         ops: [Math.max(...data.kernels[rest - 1].ops) + 1, Math.max(...data.kernels[end].ops)],
       });
     }
-    const kept = folds.filter((fold) => fold.to - fold.from > data.us / 20).sort((a, b) => a.from - b.from);
-    const open = kept.reduce((left, fold) => left - (fold.to - fold.from), data.us);
-    for (const fold of kept) fold.wide = Math.min(Math.max(fold.wide, open / 14), fold.to - fold.from);  // room for a label
-    return kept;
+    const wideFolds = folds.filter((fold) => fold.to - fold.from > data.us / 20).sort((a, b) => a.from - b.from);
+    const open = wideFolds.reduce((left, fold) => left - (fold.to - fold.from), data.us);
+    for (const fold of wideFolds) fold.wide = Math.min(Math.max(fold.wide, open / 14), fold.to - fold.from);  // room for a label
+    return wideFolds;
   }
   // The axis of time, on which `folds` are narrower: the place of a time, and the time at a place.
   function axis(folds, us) {
@@ -124,7 +124,7 @@ function model(data) {
       const [time, place] = parts[parts.length - 1], at = place + fold.from - time;
       parts.push([fold.from, at, fold.wide / (fold.to - fold.from)], [fold.to, at + fold.wide, 1]);
     }
-    const part = (value, key) => parts.findLast((one) => one[key] <= value) || parts[0];
+    const part = (value, key) => parts.findLast((entry) => entry[key] <= value) || parts[0];
     const place = (time) => { const [start, at, scale] = part(time, 0); return at + (time - start) * scale; };
     const time = (at) => { const [start, begin, scale] = part(at, 1); return start + (at - begin) / scale; };
     // Round times where nothing is folded.
@@ -146,7 +146,7 @@ function model(data) {
     }
     return [...out.values()];
   }
-  return { data, ops, lanes, spans, us, folds: beside ? [] : repeats(), axis, merged, sorted, filtered, search, hit, held, ticks };
+  return { data, ops, lanes, spans, us, folds: beside ? [] : repeats(), axis, merged, sorted, filtered, search, hit, memoryAt, ticks };
 }
 const bytes = (n) => {
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -165,10 +165,10 @@ function show(m) {
   const { data, ops } = m;
   const $ = (id) => document.getElementById(id);
   const make = (tag, text, className) => {
-    const made = document.createElement(tag);
-    if (text !== undefined) made.textContent = text;
-    if (className) made.className = className;
-    return made;
+    const element = document.createElement(tag);
+    if (text !== undefined) element.textContent = text;
+    if (className) element.className = className;
+    return element;
   };
   const OWNERS = ["#4c6ef5", "#7950f2", "#868e96", "#f59f00", "#12b886", "#e64980", "#fd7e14", "#adb5bd"];
   const KINDS = { forward: "#74a9d8", backward: "#4a6fa5", recompute: "#b08968", all_gather: "#2f9e44", reduce_scatter: "#e8590c", all_reduce: "#ae3ec9",
@@ -279,10 +279,10 @@ function show(m) {
     return { place, us: axis.time(place), y: event.clientY - box.top };
   };
   const foldAt = (us) => folds.find((fold) => fold.from < us && us < fold.to);
-  // Folds `kept` and shows the rest; the part of the axis that is seen stays, if it is a part.
-  function fold(kept) {
+  // Folds `shown` and shows the rest; the part of the axis that is seen stays, if it is a part.
+  function fold(shown) {
     const all = to - from >= axis.end, low = axis.time(from), high = axis.time(to);
-    folds = kept; axis = m.axis(folds, m.us);
+    folds = shown; axis = m.axis(folds, m.us);
     [from, to] = all ? [0, axis.end] : [axis.place(low), axis.place(high)];
     $("fold").checked = folds.length > 0;
     draw(); count(rows.fill()); fillGraph();
@@ -302,7 +302,7 @@ function show(m) {
     const was = dragged; dragged = null;
     if (!was || was.far || event.target !== canvas) return;
     const { us, y } = at(event), lane = Math.floor((y - AXIS) / LANE), folded = foldAt(us);
-    if (folded) fold(folds.filter((one) => one !== folded));
+    if (folded) fold(folds.filter((entry) => entry !== folded));
     else if (lane >= 0 && lane < m.lanes.length) { const span = m.hit(lane, us); if (span && span.op !== null) go(span.op); }
   });
   window.addEventListener("pointermove", (event) => {
@@ -322,9 +322,9 @@ function show(m) {
     const folded = foldAt(us);
     if (folded) { $("span").textContent = `${folded.name}: ${folded.count} more alike, ${time(folded.to - folded.from)}; a click shows them`; return; }
     if (y > lanesEnd) {
-      const [, ...held] = m.held(us);
-      const parts = data.memory.owners.flatMap((owner, n) => held[n] ? [`${owner} ${bytes(held[n])}`] : []);
-      $("span").textContent = `${time(us)}: ${bytes(held.reduce((a, b) => a + b, 0))} = ${parts.join(" + ")}`;
+      const [, ...byOwner] = m.memoryAt(us);
+      const parts = data.memory.owners.flatMap((owner, n) => byOwner[n] ? [`${owner} ${bytes(byOwner[n])}`] : []);
+      $("span").textContent = `${time(us)}: ${bytes(byOwner.reduce((a, b) => a + b, 0))} = ${parts.join(" + ")}`;
       return;
     }
     const span = lane >= 0 && lane < m.lanes.length ? m.hit(lane, us) : null;
@@ -340,14 +340,14 @@ function show(m) {
     const names = new Map(m.spans.flat().map((span) =>
       [span.kernel && $("shade").value === "kernel" ? span.kernel.split(",")[0] : span.kind, colour(span)]));
     for (const [name, shade] of names) legend(shade, name);
-    data.memory.owners.forEach((owner, n) => { if (data.memory.samples.some((held) => held[n + 1])) legend(OWNERS[n], owner); });
+    data.memory.owners.forEach((owner, n) => { if (data.memory.samples.some((sample) => sample[n + 1])) legend(OWNERS[n], owner); });
   }
   legends();
 
   // --- tables
 
   const text = (value) => value, number = (value) => String(value);
-  function table(where, columns, rows, first, open, join = (kept) => kept) {
+  function table(where, columns, rows, first, open, join = (shown) => shown) {
     let key = first, down = true, words = "";
     const element = $(where);
     function fill() {
@@ -372,7 +372,7 @@ function show(m) {
       element.replaceChildren(top, body);
       return shown.reduce((sum, row) => sum + (row.count || 1), 0);
     }
-    return { fill, filter: (said) => { words = said; return fill(); } };
+    return { fill, filter: (text) => { words = text; return fill(); } };
   }
   const rows = table("collectives", [
     ["kind", "kind", text], ["axis", "axis", text], ["count", "count", number], ["tensor", "tensor", text], ["module", "module", text],
@@ -381,12 +381,12 @@ function show(m) {
     ["source", "source", text], ["bytes", "handed in", bytes], ["ranks", "ranks", number], ["dtype", "dtype", text],
     ["algorithm", "algorithm", text], ["link", "link", text],
   ], data.collectives.map((c) => ({ ...c, count: 1, us: c.end - c.start, from: 0, name: ops[c.op].text })), "exposed", true,
-  (kept) => folds.length ? m.merged(kept) : kept);
+  (rows) => folds.length ? m.merged(rows) : rows);
   if (data.findings.length) table("findings", [
     ["severity", "severity", text], ["us", "costs", time], ["bytes", "a rank", bytes], ["subject", "subject", text],
     ["message", "what", text], ["change", "instead", text], ["source", "source", text],
   ], data.findings, "us").fill(); else $("advice").remove();
-  for (const { title, head, rows: body, left: words } of data.beside ? data.beside.tables.filter((one) => one.rows.length) : []) {
+  for (const { title, head, rows: body, left: words } of data.beside ? data.beside.tables.filter((entry) => entry.rows.length) : []) {
     const left = (n) => n === 0 || words.includes(head[n]) ? "" : "n", top = make("tr"), shown = make("table");
     head.forEach((name, n) => top.append(make("th", name, left(n))));
     shown.append(top);
@@ -416,12 +416,12 @@ function show(m) {
   // --- graph
 
   const graph = $("graph"), HIGH = 18;
-  let found = [], place = -1;
+  let matches = [], place = -1;
   let listed = [];  // positions of ops, and folds in place of theirs
   function fillGraph() {
     listed = [];
     for (let n = 0; n < ops.length; n += 1) {
-      const folded = folds.find((one) => one.ops[0] === n);
+      const folded = folds.find((entry) => entry.ops[0] === n);
       listed.push(folded || n);
       if (folded) n = folded.ops[1];
     }
@@ -430,18 +430,18 @@ function show(m) {
   }
   function lines() {
     const first = Math.max(0, Math.floor(graph.scrollTop / HIGH) - 10), last = Math.min(listed.length, first + graph.clientHeight / HIGH + 30);
-    const marked = new Set(found), shown = [];
+    const marked = new Set(matches), shown = [];
     for (let line = first; line < last; line += 1) {
       const n = listed[line];
       if (typeof n === "object") {
         const row = make("div", `${n.name}: ${n.count} more alike, ${n.ops[1] - n.ops[0] + 1} lines; a click shows them`, "op fold");
-        row.addEventListener("click", () => fold(folds.filter((one) => one !== n)));
+        row.addEventListener("click", () => fold(folds.filter((entry) => entry !== n)));
         shown.push(row);
         continue;
       }
       const op = ops[n], row = make("div", undefined, "op");
       if (op.collective !== null) row.classList.add("moves");
-      if (marked.has(n)) row.classList.add("found");
+      if (marked.has(n)) row.classList.add("matches");
       if (n === chosen.op) row.classList.add("chosen");
       const why = [op.module, op.source, op.cause].filter(Boolean).join(" | ");
       row.append(make("span", op.kind === "input" ? op.kind : time(op.us), "at"), op.text, make("span", why && `  # ${why}`, "why"));
@@ -453,20 +453,20 @@ function show(m) {
   }
   graph.addEventListener("scroll", lines);
   function reveal(n) {
-    const hides = folds.find((one) => one.ops[0] <= n && n <= one.ops[1]);
-    if (hides) fold(folds.filter((one) => one !== hides));
+    const hides = folds.find((entry) => entry.ops[0] <= n && n <= entry.ops[1]);
+    if (hides) fold(folds.filter((entry) => entry !== hides));
     graph.scrollTop = Math.max(0, listed.indexOf(n) * HIGH - graph.clientHeight / 2); lines();
   }
   function step(by) {
-    if (!found.length) return;
-    place = (place + by + found.length) % found.length;
-    $("found").textContent = `${place + 1} of ${found.length}`;
-    go(found[place]);
+    if (!matches.length) return;
+    place = (place + by + matches.length) % matches.length;
+    $("matches").textContent = `${place + 1} of ${matches.length}`;
+    go(matches[place]);
   }
   $("search").addEventListener("input", () => {
-    found = m.search($("search").value); place = -1;
-    $("found").textContent = $("search").value ? `${found.length} lines` : "";
-    if (found.length) reveal(found[0]); else lines();
+    matches = m.search($("search").value); place = -1;
+    $("matches").textContent = $("search").value ? `${matches.length} lines` : "";
+    if (matches.length) reveal(matches[0]); else lines();
   });
   $("search").addEventListener("keydown", (event) => { if (event.key === "Enter") step(event.shiftKey ? -1 : 1); });
   $("next").addEventListener("click", () => step(1));
@@ -513,8 +513,8 @@ function show(m) {
   }
   function go(n) { if (location.hash === `#op=${n}`) choose(); else location.hash = `op=${n}`; }
   function choose() {
-    const said = /^#op=(\d+)$/.exec(location.hash);
-    chosen.op = said && Number(said[1]) < ops.length ? Number(said[1]) : null;
+    const match = /^#op=(\d+)$/.exec(location.hash);
+    chosen.op = match && Number(match[1]) < ops.length ? Number(match[1]) : null;
     side(); draw();
     for (const row of document.querySelectorAll("#collectives tr.chosen")) row.classList.remove("chosen");
     const row = chosen.op === null ? null : document.querySelector(`#collectives tr[data-at="${chosen.op}"]`);

@@ -180,7 +180,7 @@ console.log(JSON.stringify({
   filtered: m.filtered(m.data.collectives, "MLP gather").map((c) => c.op),
   search: m.search("needed by layers.0.add"), nothing: m.search("no such line"),
   phases: m.spans[0].map((span) => span.kind), ticks: [m.ticks(0, 700), m.ticks(1234, 1300), m.ticks(0, 0.3)],
-  causes: m.ops.map((op) => op.causes), users: m.ops.map((op) => op.users), held: m.held(m.data.us / 2),
+  causes: m.ops.map((op) => op.causes), users: m.ops.map((op) => op.users), held: m.memoryAt(m.data.us / 2),
 }));
 """
 
