@@ -67,11 +67,12 @@ class _Lookup:
 
     Attributes:
         plain: whether every index is a tensor of integers.
-        shape: of the indices, broadcast against each other.
+        index_shape: of the indices, broadcast against each other.
+        table_shape: of the table.
         along: whether another index varies along a dim of an ``arange`` too: it selects another entry in each row, as
             ``gather`` does.
         ordered, others, tail: the table's dims that are read in order, those with another index, those without one;
-            `order` has all of them.
+            `table_order` has all of them.
         places: for each dim in ``ordered``, the dim of the broadcast indices along which it is read.
         rest: the other dims of the broadcast indices.
     """
@@ -80,8 +81,7 @@ class _Lookup:
         self.graph, self.node = graph, node
         # SCATTER(sizes, indices, values) adds values to zeros of these sizes; the other ops take (table, indices, ...).
         scatters = node.target is SCATTER
-        # The table's shape.
-        self.table = tuple(map(int, node.args[0])) if scatters else tuple(node.args[0].meta["val"].shape)
+        self.table_shape = tuple(map(int, node.args[0])) if scatters else tuple(node.args[0].meta["val"].shape)
         nodes: Sequence[Any] = node.args[1]
         self.ordered: list[int] = []  # the table's dims that are read in order; none if an index is a mask or missing
         self.plain = bool(nodes) and all(
@@ -89,8 +89,8 @@ class _Lookup:
         )
         if not self.plain:
             return
-        self.shape = torch.broadcast_shapes(*(x.meta["val"].shape for x in nodes))
-        self.indices = [self._index(x, size) for x, size in zip(nodes, self.table, strict=False)]
+        self.index_shape = torch.broadcast_shapes(*(x.meta["val"].shape for x in nodes))
+        self.indices = [self._index(x, size) for x, size in zip(nodes, self.table_shape, strict=False)]
         all_places = [x.place for x in self.indices]
         # Of several indices along one dim of the result, only the first reads its dim in order.
         by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
@@ -109,9 +109,9 @@ class _Lookup:
         self.ordered = sorted(by_dim, key=by_dim.__getitem__)
         self.places = [by_dim[dim] for dim in self.ordered]
         self.others = [dim for dim in range(len(self.indices)) if dim not in by_dim]  # with another index
-        self.tail = list(range(len(self.indices), len(self.table)))  # without an index
-        self.order = [*self.ordered, *self.others, *self.tail]
-        self.rest = [dim for dim in range(len(self.shape)) if dim not in self.places]  # of the broadcast indices
+        self.tail = list(range(len(self.indices), len(self.table_shape)))  # without an index
+        self.table_order = [*self.ordered, *self.others, *self.tail]
+        self.rest = [dim for dim in range(len(self.index_shape)) if dim not in self.places]  # of the broadcast indices
 
     def insert_read(self) -> fx.Node | None:
         """Inserts ops that replace the lookup; returns the node of the result. None, and no ops, if no dim of the table
@@ -120,7 +120,7 @@ class _Lookup:
         if not self.ordered:
             return None
         # The table with the dims that are read in order first: the others are indexed for each of their places.
-        x = self._call(aten.permute.default, self.node.args[0], self.order)
+        x = self._call(aten.permute.default, self.node.args[0], self.table_order)
         if self.along:  # each place reads entries of its own
             return self._in_order(self._call(aten.gather.default, x, len(self.ordered), self._entries()))
         if self.others:
@@ -136,44 +136,46 @@ class _Lookup:
         values: Any = self.node.args[2]
         adds = scatters or self.node.args[3:4] == (True,)  # ``accumulate``
         # Shape of the values: the broadcast indices, then the dims without an index.
-        whole = (*self.shape, *self.table[len(self.indices) :]) if self.ordered else None
+        whole = (*self.index_shape, *self.table_shape[len(self.indices) :]) if self.ordered else None
         if whole is None or (scatters and values.meta["val"].shape != whole):
             # The op of flex_attention's gradients is replaced in any case.
-            return self._scatter(self.table, self.node.args[1], values) if scatters else None
+            return self._scatter(self.table_shape, self.node.args[1], values) if scatters else None
         # Along a dim that no index varies over, all values go to one entry.
         varies = frozenset().union(*(x.dims for x in self.indices))
-        fixed = [dim for dim in range(len(self.shape)) if dim not in varies]
+        fixed = [dim for dim in range(len(self.index_shape)) if dim not in varies]
         if fixed and not adds:
             return None  # several values are written to one entry, and the last one stays
         values = self._call(aten.expand.default, values, whole)
         if table is not None and adds and table.target is aten.full.default and table.args[1] == 0:
             table = None  # zeros, which are made in the order of dims in which they are needed
         if table is not None:
-            table = self._call(aten.permute.default, table, self.order)
+            table = self._call(aten.permute.default, table, self.table_order)
         written = self._scatter_rows(values, table, adds) if self.along else self._put(values, table, adds, fixed)
-        return self._call(aten.permute.default, written, inverse(self.order))
+        return self._call(aten.permute.default, written, inverse(self.table_order))
 
     def _scatter_rows(self, values: fx.Node, table: fx.Node | None, adds: bool) -> fx.Node:
-        """Insert the write by a ``scatter``: each row has indices of its own. Return the table after it, with its dims
-        in `order`.
+        """Insert the write by a ``scatter`` along the table's only dim in ``others``: each row (place of the dims in
+        ``ordered``) has indices of its own. Return the table after it, with its dims in `table_order`.
 
         Args:
             values: what is written, with the dims of the broadcast indices, then ``tail``.
-            table: the table before, with its dims in `order`; None for zeros.
+            table: the table before, with its dims in `table_order`; None for zeros.
             adds: whether values are added to the table, rather than replace its entries.
         """
-        # As `_entries` orders them: read in order, ``rest`` as one dim (the view below), ``tail``.
-        dims = [*self.places, *self.rest, *range(len(self.shape), values.meta["val"].ndim)]
-        values = self._call(aten.permute.default, values, dims)
+        # A scatter takes values with the dims of its index (see `_entries`): read in order, ``rest`` as one, ``tail``.
+        tail = range(len(self.index_shape), values.meta["val"].ndim)
+        values = self._call(aten.permute.default, values, [*self.places, *self.rest, *tail])
         index = self._entries()
-        values = self._call(aten.view.default, values, index.meta["val"].shape) if len(self.rest) != 1 else values
-        table = self._zeros([self.table[dim] for dim in self.order], values) if table is None else table
+        if len(self.rest) != 1:
+            values = self._call(aten.view.default, values, index.meta["val"].shape)
+        table = self._zeros([self.table_shape[dim] for dim in self.table_order], values) if table is None else table
         target = aten.scatter_add.default if adds else aten.scatter.src
-        return self._call(target, table, len(self.ordered), index, values)
+        other = len(self.ordered)  # where `table_order` has the dim with the other index
+        return self._call(target, table, other, index, values)
 
     def _put(self, values: fx.Node, table: fx.Node | None, adds: bool, fixed: Sequence[int]) -> fx.Node:
         """Insert the write by an ``index_put``; if all indices are in order, the values are the new table or are added
-        to it. Return the table after the write, with its dims in `order`; arguments are those of `_scatter_rows`.
+        to it. Return the table after the write, with its dims in `table_order`; arguments are those of `_scatter_rows`.
 
         Args:
             fixed: dims of the broadcast indices that no index varies over: all values along them go to one entry.
@@ -184,11 +186,11 @@ class _Lookup:
             values = self._call(aten.squeeze.dims, summed, fixed)
         rest = [dim for dim in self.rest if dim not in fixed]
         # Values in the table's order of dims: read in order, other indices, without an index.
-        wanted = [*self.places, *rest, *(dim for dim in dims if dim >= len(self.shape))]
+        wanted = [*self.places, *rest, *(dim for dim in dims if dim >= len(self.index_shape))]
         values = self._call(aten.permute.default, values, [dims.index(dim) for dim in wanted])
         if self.others:  # else every entry is written once, in order
             indices = [*[None] * len(self.ordered), *self._squeezed(rest)]
-            table = self._zeros([self.table[dim] for dim in self.order], values) if table is None else table
+            table = self._zeros([self.table_shape[dim] for dim in self.table_order], values) if table is None else table
             return self._call(aten.index_put.default, table, indices, values, adds)
         return values if table is None or not adds else self._call(aten.add.Tensor, table, values)
 
@@ -197,20 +199,20 @@ class _Lookup:
         node. The index has the dims that are read in order, then ``rest`` as one dim, then ``tail``.
         """
         (other,) = self.others
-        index, size = self.indices[other].node, self.table[other]
+        index, size = self.indices[other].node, self.table_shape[other]
         if index.meta["val"].dtype != torch.int64:
             index = self._call(aten._to_copy.default, index, dtype=torch.int64)
         from_end = self._call(aten.lt.Scalar, index, 0)  # `gather` takes no negative index
         index = self._call(aten.where.self, from_end, self._call(aten.add.Tensor, index, size), index)
-        index = self._call(aten.expand.default, index, self.shape)
+        index = self._call(aten.expand.default, index, self.index_shape)
         index = self._call(aten.permute.default, index, [*self.places, *self.rest])
         # `gather` indexes one dim: all of ``rest`` as one.
-        sizes = [*index.meta["val"].shape[: len(self.ordered)], math.prod(self.shape[dim] for dim in self.rest)]
+        sizes = [*index.meta["val"].shape[: len(self.ordered)], math.prod(self.index_shape[dim] for dim in self.rest)]
         if len(self.rest) != 1:
             index = self._call(aten.reshape.default, index, sizes)
         for _ in self.tail:
             index = self._call(aten.unsqueeze.default, index, index.meta["val"].ndim)
-        return self._call(aten.expand.default, index, [*sizes, *(self.table[dim] for dim in self.tail)])
+        return self._call(aten.expand.default, index, [*sizes, *(self.table_shape[dim] for dim in self.tail)])
 
     def _in_order(self, x: fx.Node) -> fx.Node:
         """Insert ops that bring ``x``, the result of a ``gather`` by `_entries`, to the dims of the lookup's result;
@@ -221,7 +223,7 @@ class _Lookup:
         """
         if len(self.rest) != 1:
             sizes, after = x.meta["val"].shape[: len(self.ordered)], x.meta["val"].shape[len(self.ordered) + 1 :]
-            x = self._call(aten.view.default, x, [*sizes, *(self.shape[dim] for dim in self.rest), *after])
+            x = self._call(aten.view.default, x, [*sizes, *(self.index_shape[dim] for dim in self.rest), *after])
         dims = [*self.places, *self.rest]
         return self._call(aten.permute.default, x, inverse([*dims, *range(len(dims), len(dims) + len(self.tail))]))
 
@@ -236,7 +238,7 @@ class _Lookup:
         order = sorted(range(len(have)), key=have.__getitem__)
         tail = range(len(have), x.meta["val"].ndim)
         x = self._call(aten.permute.default, x, [*order, *tail])
-        for dim in range(len(self.shape)):
+        for dim in range(len(self.index_shape)):
             if dim not in have:
                 x = self._call(aten.unsqueeze.default, x, dim)
         return x
@@ -248,8 +250,8 @@ class _Lookup:
         out = []
         for dim in self.others:
             x = self.indices[dim].node
-            missing = len(self.shape) - x.meta["val"].ndim  # leading dims, by which broadcasting extends it
-            for at in reversed(range(missing, len(self.shape))):
+            missing = len(self.index_shape) - x.meta["val"].ndim  # leading dims, by which broadcasting extends it
+            for at in reversed(range(missing, len(self.index_shape))):
                 if at not in rest:
                     x = self._call(aten.select.int, x, at - missing, 0)
             for at in [at for at in rest if at < missing]:
@@ -284,7 +286,7 @@ class _Lookup:
                 strided = target(strided, *view.args[1:], **view.kwargs) if view.target not in _COPYING else None
         except (RuntimeError, TypeError):
             strided = None
-        missing = len(self.shape) - node.meta["val"].ndim
+        missing = len(self.index_shape) - node.meta["val"].ndim
         sizes, strides = node.meta["val"].shape, strided.stride() if strided is not None else node.meta["val"].stride()
         varies = [
             dim for dim, n in enumerate(sizes) if n > 1 and (strides[dim] != 0 or strided is None)

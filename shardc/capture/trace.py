@@ -415,13 +415,18 @@ class _ByDynamo:
         self.mode: FakeTensorMode = traced.meta["fake_mode"]
 
     def check_side_effects(self, messages: Sequence[str], mode: FakeTensorMode) -> None:
-        """Fills `warnings`, from Dynamo's warnings ``messages`` and runs of the model on fake tensors of ``mode``.
-        CaptureError if forward replaces a buffer.
+        """Fills `warnings` with what forward does besides computing its result. Dynamo's warnings ``messages`` tell of
+        changed attributes, runs of the model on fake tensors of ``mode`` of changed arguments, its code of prints.
+
+        Raises:
+            CaptureError: forward replaces a buffer.
         """
         model = self._root.model
         with mode:
+            # `_changes`: what forward sets, as noted in the trace.
             self.warnings += side_effects(messages, model, lambda: self._root(*self._fakes), self._changes)
-            self.warnings += changed_arguments(model, *self._root.arguments(self._fakes)[:2])
+            args, kwargs, _ = self._root.arguments(self._fakes)
+            self.warnings += changed_arguments(model, args, kwargs)
         self.warnings += prints(self._codes)
 
     def reads(self, retrace: Retrace | None) -> Reads:

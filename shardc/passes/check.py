@@ -26,14 +26,22 @@ from shardc.passes.schedule.schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 from shardc.verify import HALF, MOVING, SPECS, broken, check_all, halves, requirement_of, verify
-from shardc.verify.identity import Program, changed, fingerprints, of_outputs, program, reimplemented, same
+from shardc.verify.identity import (
+    ProgramFingerprints,
+    changed,
+    fingerprints,
+    of_outputs,
+    program_fingerprints,
+    reimplemented,
+    same,
+)
 from shardc.verify.local_graph import Collective, collectives
 from shardc.verify.subject import Broken, Check, State, Subject, no_rules, reporting
 
 
 def check(
-    gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None, *, spec: str | None = None
-) -> Program:
+    gm: fx.GraphModule, mesh: Mesh, stage: str, before: ProgramFingerprints | None = None, *, spec: str | None = None
+) -> ProgramFingerprints:
     """Verifies ``gm``, the graph after the pass ``stage``, and returns the fingerprints of its values.
 
     Args:
@@ -49,7 +57,7 @@ def check(
     prints = fingerprints(gm.graph)  # a reshard has that of its operand
     if before is not None and stage in MOVING and (wrong := changed(before, gm, prints)) is not None:
         raise broken(Subject(gm, mesh, disagreement), stage, *wrong)
-    return program(gm, prints)
+    return program_fingerprints(gm, prints)
 
 
 # Passes on halves after which every output has the same value as before, and those that keep the order of ops.
@@ -72,21 +80,21 @@ class Verify(Hook):
     Attributes:
         spec: the last stage that has a spec (`SPECS`); "" before the first.
         state: the graph when it was verified last.
-        program: the fingerprints of the graph as it is; None if not computed, as behind a pass that changes values.
+        fingerprints: of the graph as it is; None if not computed, as behind a pass that changes values.
         input: the graph that the current pass takes.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
         self.state: State | None = None
-        self.program: Program | None = None
+        self.fingerprints: ProgramFingerprints | None = None
         self.input: fx.GraphModule | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
         """Records the graph, and its fingerprints if ``stage`` only moves data, which must not change them."""
         self.input = gm
-        if stage in MOVING and self.program is None:
-            self.program = program(gm)
+        if stage in MOVING and self.fingerprints is None:  # else the check of the pass before has left them
+            self.fingerprints = program_fingerprints(gm)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         """Raises VerifyError if the graph breaks an invariant of ``stage``."""
@@ -102,10 +110,10 @@ class Verify(Hook):
         before = self.input if self.input is not gm else None
         with reporting(self.mesh, {"before": before, "after": gm}):
             if stage in MOVING:
-                self.program = check(gm, self.mesh, stage, before=self.program, spec=self.spec)
+                self.fingerprints = check(gm, self.mesh, stage, before=self.fingerprints, spec=self.spec)
             else:
                 _check(Subject(gm, self.mesh, disagreement), stage, SPECS[self.spec], of_user=not has_spec)
-                self.program = None  # other passes change values on purpose
+                self.fingerprints = None  # other passes change values on purpose
 
 
 class VerifyHalf(Hook):

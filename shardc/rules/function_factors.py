@@ -325,27 +325,34 @@ def _flows(kind: str, counts: tuple[int, int], floating: Sequence[bool]) -> tupl
         counts: as in `Function`: how many operands are carries (of a loop's gradient: gradients, then carries).
         floating: for each operand, whether it is of a floating-point dtype, and so may have a gradient.
     """
-    first, second = counts
-    operands = len(floating)
-    # Operands of a loop's gradient: gradients of the loop's results, carries of the loop, and the rest. Each floating
-    # operand of the rest has a gradient, too: its sum over the steps is one more carry, which starts with zero.
     if kind == "loop_gradient":
-        initial = first + second
-        summed = [at for at in range(initial, operands) if floating[at]]
-        gradients = [(at, at) for at in range(first)]
-        gradients += [(at, initial + number) for number, at in enumerate(summed)]
-        # The loop runs again by its condition and its step; then its gradient takes the steps backwards.
-        of_loop = [(at, at if at < initial else None) for at in range(first, operands)]
-        loop_condition: Flow = of_loop, [None]
-        loop_step: Flow = of_loop, [*range(first, initial)]
-        gradient_step: Flow = [*gradients, *of_loop], [number for _, number in gradients]
-        return [*range(initial), *summed], [loop_condition, loop_step, gradient_step]
-    arguments = [(at, at if at < first else None) for at in range(operands)]
-    step: Flow = arguments, [*range(first)]
+        return _gradient_flows(*counts, floating)
+    carries, _ = counts  # the first operands
+    arguments = [(at, at if at < carries else None) for at in range(len(floating))]
+    step: Flow = arguments, [*range(carries)]
     condition: Flow = arguments, [None]  # the predicate that it returns is no carry
     # The graphs before the last: the other branch of a `cond` (which has no carries), the condition of a loop.
     others: dict[str, list[Flow]] = {"scan": [], "cond": [step], "while_loop": [condition]}
-    return [*range(first)], [*others[kind], step]
+    return [*range(carries)], [*others[kind], step]
+
+
+def _gradient_flows(gradients: int, carries: int, floating: Sequence[bool]) -> tuple[list[int], list[Flow]]:
+    """Return the `_flows` of a loop's gradient. Its operands are ``gradients`` gradients of the loop's results, then
+    ``carries`` carries of the loop, which are the carries of the gradient, too, with the same numbers; then the rest.
+
+    Each floating operand of the rest has a gradient: its sum over the steps, one more carry, which starts with zero.
+    """
+    rest = gradients + carries  # the first operand that is no carry
+    summed = [operand for operand in range(rest, len(floating)) if floating[operand]]
+    # (operand, number of the carry) of each gradient that goes from step to step.
+    of_gradients = [(at, at) for at in range(gradients)]
+    of_gradients += [(operand, number) for number, operand in enumerate(summed, rest)]
+    # The loop runs again by its condition and its step; then its gradient takes the steps backwards.
+    of_loop = [(at, at if at < rest else None) for at in range(gradients, len(floating))]
+    loop_condition: Flow = of_loop, [None]
+    loop_step: Flow = of_loop, [*range(gradients, rest)]
+    gradient_step: Flow = [*of_gradients, *of_loop], [number for _, number in of_gradients]
+    return [*range(rest), *summed], [loop_condition, loop_step, gradient_step]
 
 
 class Factored:

@@ -145,8 +145,8 @@ class _Exchange:
         take: choice in each row that is sent, int64 [r].
         home: row in which each choice comes back, int64 [s].
         sends, receives: rows sent to and received from each rank, int64 [ranks]; None if all are sent in blocks.
-        most: rows of the fullest block of all ranks, as `shardc.custom_ops.expert_ops.WITHIN` takes it; None without
-            blocks.
+        fullest: rows of the fullest block of all ranks and chunks, as `shardc.custom_ops.expert_ops.WITHIN` takes it;
+            None without blocks.
     """
 
     local: Local
@@ -156,7 +156,12 @@ class _Exchange:
     home: Emitted
     sends: Emitted | None = None
     receives: Emitted | None = None
-    most: Emitted | None = None
+    fullest: Emitted | None = None
+
+    @property
+    def block(self) -> int:
+        """Return the rows of a block: the buffer has one block for each rank, if rows are sent in blocks."""
+        return self.rows // self.of.ranks
 
     def go(self, tensors: list[Emitted]) -> list[Emitted]:
         """Emit the all-to-all that sends rows to the ranks of their experts. The rows of ``tensors`` are sorted by
@@ -181,7 +186,7 @@ class _Exchange:
         """
         if sends is None:
             # There is one block for each rank, of equal size in both directions.
-            return [_exchanged(self.local, x, self.rows // self.of.ranks) for x in tensors]
+            return [_exchanged(self.local, x, self.block) for x in tensors]
         call, (_, group) = self.local.builder.call, self.local.builder.group(_sent_axes(self.local))
         # All tensors in one op, so that small rows share messages.
         out = call(SEND_ROWS, tensors, sends, receives, rows, group)
@@ -356,7 +361,7 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Excha
     # The fullest block and the rank that has it as one number, so that one maximum over ranks finds both.
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
     number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
-    return [(replace(sent, most=number), _exchanged(local, counts, sent.of.experts)) for sent, counts in out]
+    return [(replace(sent, fullest=number), _exchanged(local, counts, sent.of.experts)) for sent, counts in out]
 
 
 def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
@@ -442,15 +447,15 @@ def _forward(local: Local) -> tuple[list[_Rows], list[list[Emitted]]]:
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 
     def make() -> tuple[list[_Rows], list[list[Emitted]]]:
-        every, outputs = [], []
+        every_rows, outputs = [], []
         for rows in _rows_by_chunk(local):
             computed = local.builder.call(
                 expert_ops.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected,
                 _host_may_wait(rows), body,
             )  # fmt: skip
-            every.append(rows)
+            every_rows.append(rows)
             outputs.append(_unpack(local, computed, 1 + len(body_of(body).saved)))
-        return every, outputs
+        return every_rows, outputs
 
     # Emitted once for the same operands (nodes of the graph) and the same function of an expert, which ``body`` names.
     return local.builder.once((expert_ops.RUN, x, index, weight, tuple(params), body), make)
@@ -465,20 +470,25 @@ def _host_may_wait(rows: _Rows) -> bool:
 
 
 def _call_local(local: Local) -> Emitted:
-    """Emit routed experts on one rank; return their outputs, [tokens, width]."""
-    call = local.builder.call
-    every, outputs = _forward(local)
-    exchanges = [rows.sent for rows in every if rows.sent is not None]
-    if not exchanges:  # one chunk, whose result is by token already
-        return outputs[0][0]
-    back = [sent.back([result])[0] for sent, (result, *_) in zip(exchanges, outputs, strict=True)]
-    out = _joined(local, [_by_token(local, sent, x, summed=True) for sent, x in zip(exchanges, back, strict=True)])
-    if (first := exchanges[0]).most is None:  # not in blocks: all rows had room
+    """Emit routed experts on one rank; return their outputs, [tokens, width]. If the experts computed rows of other
+    ranks, too, an exchange brings the results back, which are then summed for each token.
+    """
+    every_rows, outputs = _forward(local)
+    results = [result for result, *_ in outputs]  # without what the experts save
+    exchanges = [rows.sent for rows in every_rows if rows.sent is not None]
+    if not exchanges:  # the tokens were not cut into chunks, and the result has a row for each of them
+        return results[0]
+    returned = [sent.back([result])[0] for sent, result in zip(exchanges, results, strict=True)]
+    out = _joined(local, [_by_token(local, sent, x, summed=True) for sent, x in zip(exchanges, returned, strict=True)])
+    first = exchanges[0]  # blocks, and the fullest of them, are the same for all chunks
+    if first.fullest is None:  # not in blocks: all rows had room
         return out
+    # Rows that had no room in their block are missing. Multiply by 1 if there are none, else by NaN, so that the output
+    # is not wrong unnoticed.
     _, ranks = _all_ranks(local)
-    # Rows that had no room in their block are missing: times 1 if all had room, else NaN instead of a wrong output.
-    room, dtype = first.rows // first.of.ranks, body_of(local.call["body"]).result.dtype  # room: rows of a block
-    return call(aten.mul.Tensor, out, call(expert_ops.WITHIN, first.most, room, ranks, dtype))
+    dtype = body_of(local.call["body"]).result.dtype
+    one_or_nan = local.builder.call(expert_ops.WITHIN, first.fullest, first.block, ranks, dtype)
+    return local.builder.call(aten.mul.Tensor, out, one_or_nan)
 
 
 def _joined(local: Local, parts: list[Emitted]) -> Emitted:
@@ -489,12 +499,12 @@ def _joined(local: Local, parts: list[Emitted]) -> Emitted:
 def _gradient_local(local: Local) -> Emitted:
     """Emit the backward on one rank; return the gradients of tokens, weights and the experts' parameters."""
     call = local.builder.call
-    every, outputs = _forward(local)
+    every_rows, outputs = _forward(local)
     params = list(local.operand("params"))
     # Gradients of the rows, one tensor per chunk. All are sent before the first is used, so that the exchange of a
     # later chunk can overlap with the experts of an earlier one.
     grads = []
-    for rows, grad in zip(every, _chunks(local, local.operand("grad")), strict=True):
+    for rows, grad in zip(every_rows, _chunks(local, local.operand("grad")), strict=True):
         if rows.sent is None:
             grads.append(grad)
             continue
@@ -503,7 +513,7 @@ def _gradient_local(local: Local) -> Emitted:
         grads += rows.sent.go([call(aten.index_select.default, grad, 0, token)])
     # Of each chunk: (exchange, rows that it returns), and its term of the gradients of the parameters.
     chunks, terms = [], []
-    for rows, (_, *saved), grad in zip(every, outputs, grads, strict=True):
+    for rows, (_, *saved), grad in zip(every_rows, outputs, grads, strict=True):
         computed = call(
             expert_ops.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, params, saved, rows.expected,
             _host_may_wait(rows), local.call["body"],

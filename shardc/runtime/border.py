@@ -222,9 +222,9 @@ class Border:
 
     def without_gradients(self, outputs: Sequence[object]) -> list[Tensor]:
         """Returns the tensors in ``outputs`` (of `split_results`) that autograd should mark non-differentiable."""
-        bases = self._views[self.half(FORWARD)].bases
-        # A base has a gradient if outputs that are its views (`split`) have.
-        with_gradient = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
+        # The base tensors follow the outputs. A base has a gradient if an output that is a view of it has one.
+        bases = enumerate(self._views[self.half(FORWARD)].bases, self.count)
+        with_gradient = self.differentiable.union(at for at, base in bases if base.differentiable)
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_gradient]
 
     def gradients(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:

@@ -317,9 +317,10 @@ class RankConsistency:
 
     def _check(self, upcoming: int) -> None:
         """Raises MeshError if ranks were found to differ, or if another rank failed before event ``upcoming``."""
-        # (last event of the failed rank before its error, the error): raised by ranks that go on behind that event.
-        if (failure := self._failure) is not None and upcoming > failure[0]:
-            self._pending_error = failure[1]
+        if (failure := self._failure) is not None:
+            last_event, error = failure  # the last event of the failed rank before its error
+            if upcoming > last_event:  # that rank does not take part in this one
+                self._pending_error = error
         if self._pending_error is not None:
             raise self._raised()
 

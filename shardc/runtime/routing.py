@@ -30,22 +30,22 @@ class Routing:
     loads: Loads = field(default_factory=list)
 
     def note(self, graph: fx.Graph, noted: Noted, adds: bool) -> None:
-        """Stores what layers of experts have recorded in a run of the forward ``graph``.
+        """Stores what layers of experts have recorded in a run of the forward ``graph``: the numbers of tokens
+        (`tokens`) of this run, and its `loads`, behind those that are still unchecked.
 
         Args:
             graph: the forward, by which the layers get their names.
             noted: the records of the run.
             adds: add the counts to those of earlier microbatches instead of replacing them.
         """
-        if not noted.counts and not noted.loads:
-            return
-        before = dict(self.tokens) if adds else {}
-        if noted.counts:  # layers that did not run in this forward have no counts
-            self.tokens.clear()
-        # `over`: name of the group over which counts are summed when they are read.
-        for name, (counts, over) in zip(experts_in(graph, NOTED), noted.counts, strict=False):
-            self.tokens[name] = (counts + before[name][0] if name in before else counts), over
-        self.loads += loads_of(graph, noted)
+        if noted.counts:
+            earlier = dict(self.tokens) if adds else {}
+            self.tokens.clear()  # layers that did not run in this forward have no counts
+            # `over`: name of the group over which counts are summed when they are read.
+            for name, (counts, over) in zip(experts_in(graph, NOTED), noted.counts, strict=False):
+                self.tokens[name] = (counts + earlier[name][0] if name in earlier else counts), over
+        if noted.loads:
+            self.loads += loads_of(graph, noted)
 
     def unchecked(self) -> Loads:
         """Returns the recorded loads (`Load`) of layers of experts that were not yet checked against the capacity,

@@ -73,12 +73,12 @@ class Base:
     Args:
         of: positions of these outputs.
         places: sizes, strides and offset of each output in the base, which has one dim.
-        split: positions of these outputs that have gradients.
+        differentiable: positions of these outputs that have gradients.
     """
 
     of: tuple[int, ...]
     places: tuple[Place, ...]
-    split: frozenset[int]
+    differentiable: frozenset[int]
 
     def holding(self, outputs: Sequence[Any]) -> Tensor:
         """Returns a tensor of one dim (the base) that contains all elements of ``outputs``, so that the outputs can
@@ -105,7 +105,7 @@ class Base:
         """
         left = grad.clone(memory_format=torch.contiguous_format)
         for at, place in zip(self.of, self.places, strict=True):
-            if at in self.split:
+            if at in self.differentiable:
                 part = left.as_strided(*place)
                 yield at, part.clone(memory_format=torch.contiguous_format)
                 part.zero_()  # its elements are counted: later outputs get 0 for them
@@ -279,7 +279,7 @@ class _Search:
         source = len(self.program.outputs) + len(self.bases)
         self.bases.append(base)
         for at, place in zip(group, base.places, strict=True):
-            detached = at not in self.differentiable and bool(base.split)
+            detached = at not in self.differentiable and bool(base.differentiable)
             ops = (partial(_strided_view, place),)
             self.views[at] = View(at, source, from_feed=False, ops=ops, output=self.returned[at], detached=detached)
 

@@ -24,22 +24,22 @@ Computed = dict[tuple[str, str, int], Fingerprint]  # fingerprints by an output'
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramFingerprints:
     """Fingerprints (hashes of what is computed) of a graph: of all its ``values``, and of its outputs (``results``)."""
 
     values: frozenset[Fingerprint]
     results: Computed
 
 
-def program(gm: fx.GraphModule, prints: Fingerprints | None = None) -> Program:
-    """Return the fingerprints of the values and of the outputs of ``gm``, a graph at global shapes, as `Program`.
-    ``prints`` is the result of `fingerprints`, if that was called already.
+def program_fingerprints(gm: fx.GraphModule, prints: Fingerprints | None = None) -> ProgramFingerprints:
+    """Return the fingerprints of the values and of the outputs of ``gm``, a graph at global shapes. ``prints`` is the
+    result of `fingerprints`, if that was called already.
     """
     prints = prints or fingerprints(gm.graph)
-    return Program(frozenset(prints.values()), of_outputs(gm.graph, prints))
+    return ProgramFingerprints(frozenset(prints.values()), of_outputs(gm.graph, prints))
 
 
-def changed(before: Program, gm: fx.GraphModule, prints: Fingerprints) -> tuple[fx.Node, str] | None:
+def changed(before: ProgramFingerprints, gm: fx.GraphModule, prints: Fingerprints) -> tuple[fx.Node, str] | None:
     """Return (first node of ``gm`` whose value the program ``before`` did not compute, reason); None if there is none.
     ``prints`` are the fingerprints of ``gm``.
     """

@@ -7,7 +7,7 @@ import pytest
 from shardc.errors import VerifyError
 from shardc.ir.parse import parse, parse_mesh
 from shardc.passes.check import check
-from shardc.verify.identity import program
+from shardc.verify.identity import program_fingerprints
 from tests.verify.verifying import LOCAL, STEPS, caught, edited, lines, run
 
 
@@ -102,14 +102,14 @@ def test_a_stale_gather_is_caught_by_what_the_program_computed_before(edit: tupl
     stale, mesh = edited(STEPS, edit), parse_mesh(STEPS)
     check(parse(stale), mesh, "collectives")
     with pytest.raises(VerifyError) as error:
-        check(parse(stale), mesh, "collectives", program(parse(STEPS)))
+        check(parse(stale), mesh, "collectives", program_fingerprints(parse(STEPS)))
     assert error.value.what == "after collectives: %mul: no op took %up.mm, %gate.mm this way before the pass"
 
 
 def test_outputs_that_change_places_are_caught() -> None:
     text = f"{STEPS}  output #1 a = %up.mm\n  output #2 b = %gate.mm\n"
     swapped = text.replace("#1 a = %up.mm", "#1 a = %gate.mm").replace("#2 b = %gate.mm", "#2 b = %up.mm")
-    before = program(parse(text))
+    before = program_fingerprints(parse(text))
     check(parse(text), parse_mesh(text), "collectives", before)
     with pytest.raises(VerifyError) as error:
         check(parse(swapped), parse_mesh(swapped), "collectives", before)
@@ -128,7 +128,7 @@ def test_the_program_stays_the_same_when_data_moves_otherwise() -> None:
         ),
         ("out = %down.mm.summed", "out = %all"),
     )
-    check(parse(other), parse_mesh(other), "collectives", program(parse(STEPS)))
+    check(parse(other), parse_mesh(other), "collectives", program_fingerprints(parse(STEPS)))
 
 
 # --- the error itself
