@@ -157,7 +157,9 @@ class Half:
 
     @property
     def is_forward(self) -> bool:
-        """Return whether the graph is the model's forward, on a batch or microbatch. Loops before it are not."""
+        """Return whether the graph is the model's forward, on a batch or microbatch. Graphs that run before it, to
+        compute sums over all microbatches that it needs, are not.
+        """
         return self.kind in (FORWARD, FIRST_FORWARD, INFERENCE, FIRST_INFERENCE)
 
     @property

@@ -108,8 +108,8 @@ def placeholder_text(record: Info, unplaced: str) -> str:
 
 
 def role_text(role: Role, shown_name: str) -> str:
-    """Return ``role`` as text, ``KIND [#INDEX] [ROLE]``. An index of 0 is left out, and so is a name equal to
-    ``shown_name``.
+    """Return ``role`` as text, ``KIND [#INDEX] [ROLE]``, where ROLE is its name. An index of 0 is left out, and so is a
+    name equal to ``shown_name``.
     """
     index = [f"#{role.index}"] if role.index else []
     name = [grammar.word_text(role.name)] if role.name != shown_name else []

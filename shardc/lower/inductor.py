@@ -140,7 +140,8 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
 
 
 def _with_strides(run: BoxedRun, gm: fx.GraphModule) -> BoxedRun:
-    """Return ``run`` with a copy of each result that is expanded or has gaps in memory, at its traced strides.
+    """Wrap ``run`` so that results that were expanded or had gaps in memory in the trace have their traced strides: one
+    that comes with other strides is copied.
 
     The backward half is compiled for the strides of the trace. Of a view, Inductor only keeps their order.
     """

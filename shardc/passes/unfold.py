@@ -585,7 +585,7 @@ def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
 
 
 def _with_number(name: str, at: int, value: int) -> str:
-    """Returns ``name`` with the number ``value`` as its dot-separated part ``at``; without that part if it is 0."""
+    """Returns ``name`` with the number ``value`` at its dot-separated part ``at``; for 0, without a number there."""
     parts = name.split(".")
     rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
     return ".".join([*parts[:at], *([str(value)] if value else []), *rest])

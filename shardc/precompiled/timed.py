@@ -104,8 +104,8 @@ def _complete_stages(halves: set[Phase], timed: Timed, evaluates: bool) -> bool:
 
 
 def check_steps(program: Executable, evaluates: bool) -> None:
-    """Raises PrecompiledError if, in a loaded program with microbatches, a graph reads a value that no earlier graph
-    returns.
+    """Checks a loaded program with microbatches: its loss and gradients belong to its outputs, and graphs and messages
+    read only what earlier ones give. Raises PrecompiledError if not.
 
     Args:
         evaluates: whether it has the graphs of an inference.

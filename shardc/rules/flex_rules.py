@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 class _Heads(SequenceHeads):
-    """Factors of `flex_attention` as an op: those of attention of a split sequence, and those of the tensors that its
-    functions capture.
+    """Factors of the op of `flex_attention` or of its gradient: those of attention whose sequence may be split, and
+    those of the tensors that the functions passed to it capture.
     """
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:

@@ -404,7 +404,7 @@ class Factored:
 
     def _step_operands(self, call: Call) -> tuple[list[Value], list[Rows]]:
         """Return the types and the sub-dims of the operands as one step gets them: without the predicate of a ``cond``,
-        and with a slice of each sequence of a ``scan``, whose dim 0 becomes ``time``.
+        and with a slice of each sequence of a ``scan``. Dim 0 of the sequences, which slices lack, becomes ``time``.
         """
         kind, counts = self.function.kind, self.function.counts
         leading = 1 if kind == "cond" else 0  # the predicate

@@ -324,8 +324,8 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
 
 
 def _exact_exchange(local: Local, of: _Choices) -> tuple[_Exchange, Emitted]:
-    """Emit the exchange of row counts between ranks. Return (an exchange of exactly so many rows as are counted, number
-    of rows that come from each rank for each expert).
+    """Emit the exchange of row counts between ranks. Return (the `_Exchange` that sends exactly the counted rows,
+    number of rows that come from each rank for each expert).
     """
     call = local.builder.call
     counts = call(expert_ops.COUNTS, of.ends)  # of each expert of each rank: [ranks * experts]

@@ -172,7 +172,7 @@ def _slice_scatter_local(local: Local) -> Emitted:
 
 
 def _select_scatter(call: Call) -> Spec:
-    """Return the spec of a write of one index of a dim, which may be split."""
+    """Return the spec of ``select_scatter``, which writes one index of a dim. That dim may be split, too."""
     loops, x, rest = _unstacked(call, FREE)
     # A partial sum passes through if both operands are one.
     return loops.spec([x, rest], [x], linear=[{0, 1}])

@@ -162,8 +162,8 @@ def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray
 
 
 def _excess(table: PairCosts, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return, for each pair of labels y (``better``) and x (``worse``), by how much y costs more than x at one label of
-    the neighbour: the cheapest one with x. ``table``: pair costs with the neighbour.
+    """Return, for each pair of labels y (``better``) and x (``worse``), how much more y costs than x if the neighbour
+    has the label that is cheapest with x. ``table``: pair costs with the neighbour.
     """
     of_worse = table.rows[worse]
     at = table.cheapest[of_worse]

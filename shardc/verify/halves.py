@@ -20,8 +20,8 @@ from shardc.verify.subject import Broken, Subject
 
 
 def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
-    """Check that the segments of a graph run its ops in the scheduled order; yields (op, reason) for the first that is
-    not.
+    """Check that the segments of a graph run all its ops, in the scheduled order. Yields (op, reason) for what is
+    broken.
 
     - Their ops, in order, are the ops of the half, in its order.
     - Each op has the operands that it has in the half.

@@ -418,7 +418,9 @@ class _Cut:
 
 
 def closing_forward(closing: fx.GraphModule) -> fx.GraphModule:
-    """Returns the closing graph of a call without gradients: ``closing`` without the results that are gradients."""
+    """Returns the graph that a call without gradients runs once after all microbatches: ``closing``, that graph of a
+    training step, without the results that are gradients.
+    """
     results = [(role, x) for role, x in ir.outputs(closing.graph) if role.kind != "grad"]
     return LazyGraphModule(closing, cut_out(closing.graph, results, {}))
 

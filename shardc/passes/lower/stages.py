@@ -346,8 +346,8 @@ def _first_use_of_params(graph: fx.Graph, gathered: Collection[str] = ()) -> fx.
 
 
 def _gathered(parts: Phases) -> dict[str, frozenset[str]]:
-    """Returns name of a gathered parameter -> names of the parameters that it is computed from, for what is gathered
-    once for all microbatches. Later graphs take it as an argument (role `KNOWN`).
+    """Returns name of a gathered parameter -> names of the parameters that it is computed from, for all gathers that
+    run once for all microbatches. Later graphs take the gathered parameters as arguments (role `KNOWN`).
     """
     out: dict[str, frozenset[str]] = {}
     for gm in (parts.gathers, *(loop.once for loop in parts.openings)):
