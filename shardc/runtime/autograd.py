@@ -80,9 +80,9 @@ def _tree(program: Executable, results: Sequence[object]) -> PyTree:
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
         if role.kind == "output":  # else the new value of a buffer
             out.append(result if isinstance(result, Tensor) else constant)
-    for at, output in enumerate(program.returned):
-        if output.same is not None:  # the same tensor object as an earlier output
-            out[at] = out[output.same]
+    for at, aliasing in enumerate(program.returned):
+        if aliasing.same is not None:  # the same tensor object as an earlier output
+            out[at] = out[aliasing.same]
     return pytree.tree_unflatten(out, program.output_spec)
 
 
@@ -240,7 +240,7 @@ def _backward_inputs(ctx: StepContext, half: Half, gradients: Mapping[int, Any])
     Raises:
         RuntimeError: torch's own, if a saved tensor was changed in place.
     """
-    # In a variable, since this property rebuilds the list at each access. `places`: name of a saved value -> position.
+    # `places`: name of a saved value -> position. `_raw_saved_tensors` is read once: each access rebuilds the list.
     inputs, places, saved = list[object](), ctx.runner.border.places, ctx._raw_saved_tensors
     for port in half.takes:
         if port.role.kind == "tangent":
@@ -341,7 +341,7 @@ def _run_backward_of_microbatches(ctx: MicrobatchContext, gradients: dict[int, T
     if ctx.call is not None:
         runner.groups.consistency.enter(ctx.call.backward(used))
     if not step.has_gradients(gradients):
-        # The microbatches run again, so parameters and inputs must still have their values of then.
+        # The microbatches run again, so parameters and inputs must still have the values that forward read.
         for role, x, before in zip(ctx.takes, ctx.feed, ctx.versions, strict=True):
             if (now := version_of(x)) != before:
                 raise changed(role, before, now)
@@ -460,10 +460,10 @@ def _unaliased_outputs(program: Executable, step: Microstep, takes: Sequence[Rol
             storage = x.untyped_storage().data_ptr()
             x = x.clone() if storage in occupied or x._is_view() else x
             occupied.add(storage)
-            # How one device returns it; None for the new value of a buffer.
-            output = program.returned[role.index] if role.kind == "output" else None
-            if output is not None and output.overlaps:
-                x = read_only(x, output, role.index, program.returned, sources.get(output.of or ""))
+            # How it aliases on one device; None for the new value of a buffer.
+            aliasing = program.returned[role.index] if role.kind == "output" else None
+            if aliasing is not None and aliasing.overlaps:
+                x = read_only(x, aliasing, role.index, program.returned, sources.get(aliasing.of or ""))
         outputs.append(x)
     return outputs
 
@@ -533,7 +533,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
         inputs: local inputs of the call.
         layouts: their layouts.
     """
-    # `splits_outputs`: a module's gradients are of losses of the ranks' own, here or, below, in front.
+    # `splits_outputs`: each rank has a loss of its own, over which the module's gradients are averaged.
     if runner.splits_outputs or runner.units_checked or not torch.is_grad_enabled():
         return
     # The gradient of a replicated input is the same in both cases.

@@ -203,7 +203,7 @@ class Border:
         outputs, saved = list(results[: self.count]), list(results[self.count :])
         views = self.views(self.half(FORWARD), outputs, feed)
         outputs = views.to_bases(outputs)
-        for name in self.overwritten:  # else the new value of the buffer would overwrite it
+        for name in self.overwritten:  # values in the memory of a buffer, to which its new value is written later
             saved[self.places[name]] = saved[self.places[name]].clone()
         same_memory = self._same_memory(self.half(FORWARD), outputs, saved, feed)
         for at, shared in same_memory.items():
@@ -249,7 +249,7 @@ class Border:
         shared = self._shared[self.half(FORWARD)]
         aliasing = self._aliasing[self.half(FORWARD)].items()
         # One device's backward reads it (`read_by`), or this one does, as it reads a saved value in its memory.
-        read = [at for at, output in aliasing if output.read_by or (at in shared and shared[at].saved)]
+        read = [at for at, alias in aliasing if alias.read_by or (at in shared and shared[at].saved)]
         # A `ReadOnly` output raises on writes itself.
         writable = [at for at in read if isinstance(outputs[at], Tensor) and not isinstance(outputs[at], ReadOnly)]
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in writable]
@@ -274,7 +274,7 @@ class Border:
         Args:
             half: the backward graph.
             used: indices of the outputs that have gradients.
-            changes: result of `watch` at the forward.
+            changes: result of `watch` at the forward: (position, tensor with the version counter, version).
             listened: outputs with gradient hooks of their own.
 
         Raises:
@@ -340,11 +340,11 @@ class Border:
         """Returns the tensor whose memory output ``at`` shares here and also on one device: the input or earlier output
         that ``shared`` names. None if the two share memory only here.
         """
-        output = self._aliasing[half][at]
-        if shared.feed_index is not None and output.of is not None:  # `of`: an argument owns its memory on one device
+        aliasing = self._aliasing[half][at]
+        if shared.feed_index is not None and aliasing.of is not None:  # `of`: an argument owns its memory on one device
             return local_part(feed[shared.feed_index])
         # `first`: equal for outputs that are in one memory on one device.
-        if shared.first is not None and self._aliasing[half][shared.first].first == output.first:
+        if shared.first is not None and self._aliasing[half][shared.first].first == aliasing.first:
             x: Tensor = outputs[shared.first]
             return x
         return None
@@ -412,12 +412,13 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
     if not hasattr(node, "listened"):  # not the node of a `Step`
         return
     # Index of an output of the model -> its position among the program's, which also has new values of buffers.
-    of_index = [at for at, role in enumerate(node.runner.program.outputs) if role.kind == "output"]
+    positions = [at for at, role in enumerate(node.runner.program.outputs) if role.kind == "output"]
+    position = positions[index]
     # As the local tensor has been registered by `Border.watch` and `Border._listen`.
-    for at in {at for at, _, _ in node.changes if at == of_index[index]}:
-        node.changes.append((at, counter_of(x), x._version))
-    for at in {at for at, _, _ in node.listened if at == of_index[index]}:
-        node.listened.append((at, _give_hooks(x), weakref.ref(x)))
+    if any(at == position for at, _, _ in node.changes):
+        node.changes.append((position, counter_of(x), x._version))
+    if any(at == position for at, _, _ in node.listened):
+        node.listened.append((position, _give_hooks(x), weakref.ref(x)))
 
 
 def _give_hooks(x: Any) -> GradHooks:
@@ -479,7 +480,7 @@ class _ToDTensor(torch.autograd.Function):
             ctx.mark_non_differentiable(out)
             return out
         out = DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
-        # As a view it cannot be changed in place, which would not change what `local` is a view of.
+        # A view, which torch refuses to change in place: that would not change the tensor that `local` is a view of.
         return out.view_as(out) if local._is_view() else out
 
     @staticmethod

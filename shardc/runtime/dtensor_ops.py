@@ -203,12 +203,12 @@ def _refusing_memory(name: str, fix: str) -> Callable[..., object]:
 
     ``data_ptr`` still works for torch's own code, which uses it to compare tensors.
     """
-    torchs = getattr(Tensor, name)
+    torch_method = getattr(Tensor, name)
 
     def method(self: DTensor, *args: object, **kwargs: object) -> object:
         caller = sys._getframe(1).f_globals.get("__name__", "")  # name of the module that calls
         if not _is_ours(self) or (name == "data_ptr" and caller.partition(".")[0] == "torch"):
-            return torchs(self, *args, **kwargs)
+            return torch_method(self, *args, **kwargs)
         raise LayoutError(f"{name} of a sharded parameter or gradient: no memory of this rank has all of it", fix=fix)
 
     return method

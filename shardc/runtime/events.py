@@ -115,15 +115,15 @@ def call_event(
     around = [(name.replace("_", " "), _setting_text(value)) for name, value in call.surroundings._asdict().items()]
     modes = [(field.name, _run_lengths(getattr(call.mode, field.name))) for field in fields(call.mode)]
     gradients = "recorded" if torch.is_grad_enabled() else "not recorded"
-    left = ", ".join(sorted(deferred.whole)) or "nothing"
-    left += "".join(f", {name} over replicas" for name in sorted(deferred.scattered))
+    unreduced = ", ".join(sorted(deferred.whole)) or "nothing"
+    unreduced += "".join(f", {name} over replicas" for name in sorted(deferred.scattered))
     return Event(
         (
             ("event", f"call of {name}"),
             *inputs,
             ("input structure", " ".join(str(call.spec).split())),
             ("gradients", gradients + ", in inference_mode" * torch.is_inference_mode_enabled()),
-            ("left unreduced", left),
+            ("left unreduced", unreduced),
             *modes,
             *around,
         )
@@ -152,7 +152,7 @@ def _constant_lines(gm: fx.GraphModule) -> list[str]:
     return [f"{name} = {fingerprint(x):x}" for name, x in constants if isinstance(x, Tensor)]
 
 
-def _argument_text(x: object, constant: Like | Constant, any_rows: bool) -> str:
+def _argument_text(x: object, described: Like | Constant, any_rows: bool) -> str:
     """Returns argument ``x`` of a call as text: a tensor's shape (with "any" rows if ``any_rows``) and dtype, or a
     value. ``constant`` is its description in the call's signature.
     """
@@ -160,7 +160,7 @@ def _argument_text(x: object, constant: Like | Constant, any_rows: bool) -> str:
         kind = "DTensor of " if isinstance(x, DTensor) else ""
         shape = ", ".join(["any", *map(str, x.shape[1:])] if any_rows else map(str, x.shape))
         return f"{kind}shape [{shape}], {x.dtype}" + (", requires_grad" if x.requires_grad else "")
-    assert isinstance(constant, Constant)
+    assert isinstance(described, Constant)
     value = sorted(map(repr, x)) if isinstance(x, set | frozenset) else x
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
 

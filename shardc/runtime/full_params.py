@@ -160,35 +160,37 @@ def summon_full_params(
     # By the id of the sharded parameter: its name and itself, and its unsharded stand-in.
     named = {id(param): (name, param) for name, param in module.named_parameters()}
     wholes = {
-        which: nn.Parameter(unshard(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
-        for which, (name, param) in named.items()
+        param_id: nn.Parameter(unshard(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
+        for param_id, (name, param) in named.items()
     }
-    for which, (name, param) in named.items():
+    for param_id, (name, param) in named.items():
         if with_grads and param.grad is not None:
-            wholes[which].grad_dtype = None  # allow any dtype
-            wholes[which].grad = unshard(param.grad, storages[name])  # type: ignore[arg-type]
+            wholes[param_id].grad_dtype = None  # allow any dtype
+            wholes[param_id].grad = unshard(param.grad, storages[name])  # type: ignore[arg-type]
     # Each place of a parameter in the module, several for a tied one: (table of a submodule, key, parameter).
     slots = [
-        (owner, key, param)
+        (table, key, param)
         for submodule in module.modules()
-        for owner in (submodule._parameters,)
-        for key, param in owner.items()
+        for table in (submodule._parameters,)
+        for key, param in table.items()
         if param is not None
     ]
-    for owner, key, param in slots:
-        owner[key] = wholes[id(param)]
+    for table, key, param in slots:
+        table[key] = wholes[id(param)]
     try:
         # Where the user's parameters wrap other tensors (a quantised weight), the user sees the wrappers.
         with outer_tensors(module):
             yield
     finally:
         values_left: dict[int, list[Tensor | None]] = {}  # id of a parameter -> what the block left at its places
-        for owner, key, param in slots:
-            values_left.setdefault(id(param), []).append(owner.get(key))
-            owner[key] = param
+        for table, key, param in slots:
+            values_left.setdefault(id(param), []).append(table.get(key))
+            table[key] = param
         if writeback:
             # All are checked before the first is written.
-            changed = [(*named[which], _replaced_value(named[which], values)) for which, values in values_left.items()]
+            changed = [
+                (*named[param_id], _replaced_value(named[param_id], values)) for param_id, values in values_left.items()
+            ]
             for name, param, value in changed:
                 write(param, value, storages[name], rank)  # type: ignore[arg-type]
                 if with_grads:

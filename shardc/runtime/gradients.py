@@ -163,11 +163,11 @@ class Sync:
             return accumulating
         # Parameter with a sum -> whether that is reduced over shards: its layout is the storage's, but for pending
         # reductions.
-        scattered_sums = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
+        is_scattered = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
         # A backward gives one kind of gradient: that which it leaves unreduced, or else that of the sum so far.
-        whole_sums = frozenset(n for n, scattered in scattered_sums.items() if not scattered)
+        whole_sums = frozenset(n for n, scattered in is_scattered.items() if not scattered)
         whole = accumulating.whole | whole_sums - accumulating.scattered
-        return Deferred(whole, scattered=accumulating.scattered | frozenset(scattered_sums) - whole)
+        return Deferred(whole, scattered=accumulating.scattered | frozenset(is_scattered) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
         """Adds ``grad``, unreduced and in ``layout``, to the local sum for parameter ``name``.

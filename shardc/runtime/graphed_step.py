@@ -307,8 +307,9 @@ def recorder_of(module: ShardedModule, optimizer: torch.optim.Optimizer) -> Reco
     wrapped = hasattr(optimizer, "_selects")  # shardc's wrapper of an optimizer, which updates local tensors
     for group in optimizer.param_groups if isinstance(optimizer, _RATE_ON_HOST) else ():
         # If `foreach` is not given, torch uses it for plain tensors only.
-        plain = wrapped or not any(isinstance(param, DTensor) for param in group["params"])
-        if not (plain if group["foreach"] is None else group["foreach"]):
+        default = wrapped or not any(isinstance(param, DTensor) for param in group["params"])
+        uses_foreach = default if group["foreach"] is None else group["foreach"]
+        if not uses_foreach:
             raise InputError(
                 f"{type(optimizer).__name__} without foreach reads its learning rate on the host",
                 fix=f"pass foreach=True, or {_OFF}",

@@ -144,7 +144,7 @@ def _to_device(x: Tensor, device: str) -> Tensor:
     with module.stream(copies):
         copied.copy_(x, non_blocking=True)
         done = copies.record_event()
-    # Until then the host memory must not change: `settle` waits for it.
+    # Until the copy is done the host memory must not change: `settle` waits for it.
     _copies.reading.append(done)
     _register_work(copied, Completion(lambda: module.current_stream().wait_event(done), (x, copied)))
     return copied

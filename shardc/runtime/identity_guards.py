@@ -172,7 +172,7 @@ class IdentityGuards:
         except _MISSING:
             # What is read is not there; what leads to it has its guards by now.
             return
-        # The guards of the path compare the object itself; what was read of it needs another one.
+        # The guards of the path compare the object itself; what was read of it needs a guard of its own.
         if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
             self._guard_elements(value)
         elif read.what == "has":

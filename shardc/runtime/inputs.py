@@ -293,7 +293,7 @@ class Arguments(NamedTuple):
         described: list[tuple[object, ...]] = []
         for x in self.leaves:
             if isinstance(x, Tensor):
-                # Nested tensors are refused, and marks of dynamic dims read, on the way that cached calls skip.
+                # Nested tensors are refused, and marks of dynamic dims read, in the slow path, which cached calls skip.
                 if x.is_nested or hasattr(x, _compat.DYNAMIC_DIMS):
                     return None
                 described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))

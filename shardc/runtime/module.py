@@ -288,7 +288,7 @@ def known_program(
     """Returns (key, program) of a call that can run at once, since it has run before and needs no exchange of row
     counts or checks between ranks. Returns None for any other call.
 
-    The key is that of the call among those of the module's present snapshot.
+    The key is valid for the module's present snapshot only.
     """
     assert state.spec.groups is not None
     state.check(runs=True)

@@ -206,8 +206,8 @@ class _Spread(torch.autograd.Function):
         # One broadcast for each mesh dim with an owner, from its coordinate along the dim.
         owned = [(dim, placement) for dim, placement in enumerate(x.placements) if isinstance(placement, Owned)]
         for at, (mesh_dim, placement) in enumerate(owned):
-            # With several, the owner is where all coordinates are: of a later dim, only the owner's has values yet.
-            # So ranks off those coordinates join only in later broadcasts, from which they get the values.
+            # With several dims, only ranks at the owner's coordinate of each later dim take part: the others have no
+            # values yet, and get them from the later broadcasts.
             if all(mesh.get_local_rank(dim) == later.owner for dim, later in owned[at + 1 :]):
                 local = placement.from_owner(local, shape, mesh, mesh_dim)
         return DTensor(local, spec, requires_grad=x.requires_grad)

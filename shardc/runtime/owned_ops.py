@@ -117,11 +117,11 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
     local_args, local_kwargs = pytree.tree_map_only(DTensor, attrgetter("_local_tensor"), (args, kwargs))
     result = op(*local_args, **local_kwargs)
 
-    def wrapped(x: Tensor, first: Tensor) -> Tensor:
-        """Wraps a local result in the layout of ``first``; returns the operand itself if the op wrote it in place."""
-        if id(x) in operands or not isinstance(first, DTensor):
+    def wrapped(x: Tensor, template: Tensor) -> Tensor:
+        """Wraps a local result in the layout of ``template``; returns the operand itself if the op wrote it."""
+        if id(x) in operands or not isinstance(template, DTensor):
             return operands.get(id(x), x)
-        spec = spec_like(first, first.placements, x.dtype)
+        spec = spec_like(template, template.placements, x.dtype)
         ReplicatedSpec.mark(spec)  # a replicated result: DTensor's caches must not take it for a plain tensor
         return DTensor(x, spec, requires_grad=False)
 
@@ -129,7 +129,7 @@ def _local(op: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], 
         out = wrapped(result, like[0])
         return return_and_correct_aliasing(op, args, kwargs, out) if op.is_view else out
     if isinstance(result, list | tuple) and len(result) == len(like):
-        return [wrapped(x, first) for x, first in zip(result, like, strict=True)]
+        return [wrapped(x, template) for x, template in zip(result, like, strict=True)]
     return result
 
 

@@ -264,10 +264,10 @@ def _choose_owner(param: DTensor, load: Tensor) -> tuple[int, ...]:
         load: summed cost of each global rank's updates; those of the owners grow by the parameter's.
     """
     ranks, dims = param.device_mesh.mesh, split_dims(param)
-    over = [dim for dim in range(ranks.dim()) if dim not in dims]
+    replicated = [dim for dim in range(ranks.dim()) if dim not in dims]
     # All replicas get an owner at the same coordinates: the most loaded of these ranks counts. `most` has size 1 along
-    # the dims in `over`.
-    most = load[ranks].amax(over, keepdim=True) if over else load[ranks].clone()
+    # the dims in `replicated`.
+    most = load[ranks].amax(replicated, keepdim=True) if replicated else load[ranks].clone()
     for dim in dims:
         if isinstance(placement := param.placements[dim], Owned):
             # Only ranks of the pipeline stage that stores the parameter may own it.

@@ -87,7 +87,7 @@ def check(
     """Checks types, layouts, devices and ties of ``params`` against ``expected``; reads no values.
 
     Args:
-        params: by each of their names.
+        params: by each of their names; `ParamContract.first` is the first name of a tied one.
         homes: device of each between steps.
         runs: whether the module is about to run, so that the parameters need values.
 

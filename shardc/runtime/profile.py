@@ -176,13 +176,13 @@ def profile_step(step: Callable[[], object]) -> Profiled:
     ran = []
     for event, kind in calls:
         # Its messages: those that c10d calls within the collective's call have started.
-        sent = [x for call, x in zip(sends, sent_messages, strict=True) if _inside(call, event)]
-        received = [x for call, x in zip(receives, received_messages, strict=True) if _inside(call, event)]
+        outgoing = [x for call, x in zip(sends, sent_messages, strict=True) if _inside(call, event)]
+        incoming = [x for call, x in zip(receives, received_messages, strict=True) if _inside(call, event)]
         native = backend_event_of.get(id(event), event)  # the call itself if no event of the backend matches
         start, _ = span(event)
-        end = max(span(x)[1] for x in (event, native, *sent, *received))
-        sent_bytes = sum(count * size for count, size in map(_payload, sent)) if sent else None
-        payload = None if sent else _payload(native)
+        end = max(span(x)[1] for x in (event, native, *outgoing, *incoming))
+        sent_bytes = sum(count * size for count, size in map(_payload, outgoing)) if outgoing else None
+        payload = None if outgoing else _payload(native)
         called = event.duration_ns() / 1e9
         ran.append(Ran(kind, sent=sent_bytes, payload=payload, start=start, end=end, called=called))
     waits = tuple(map(span, named(f"{NAMESPACE}::wait_tensor")))

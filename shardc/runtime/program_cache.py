@@ -123,10 +123,10 @@ class ProgramCache:
     def __init__(self, spec: ShardingSpec, params: ParamStore, build: Build) -> None:
         self.spec, self.params, self.build = spec, params, build
         self.programs: dict[CacheKey, Executable] = {}
-        self.calls: dict[Hashable, CallCacheEntry] = {}
+        self.calls: dict[Hashable, CallCacheEntry] = {}  # facts about recent calls
         # `explicit`: whether the user has called `lower`, so that calls of other shapes raise.
         self.explicit, self.buffers = False, Buffers()
-        self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        self.shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}  # (input, local shape) -> global shape
         self.routing = Routing()  # counts of tokens and loads of the layers of experts
         self.runners: dict[int, Runner] = {}
         # Called with an evicted program of dynamic sizes: its runner would keep it alive.
@@ -185,9 +185,9 @@ class ProgramCache:
         """
         key = CacheKey(program.key.call, guards or program.guards, program.deferred)
         # For the warning: values that captures of this call have read -> key of the program for them.
-        variants = {at.guards.values: at for at in self.programs if at.call == key.call}
-        # A key is (call, guards, deferred): at[::2] is (call, deferred).
-        equal = [at for at in self.programs if at[::2] == key[::2] and at.guards.equals(key.guards)]
+        variants = {other.guards.values: other for other in self.programs if other.call == key.call}
+        same_call = [other for other in self.programs if (other.call, other.deferred) == (key.call, key.deferred)]
+        equal = [other for other in same_call if other.guards.equals(key.guards)]
         self.programs[equal[0] if equal else key] = program
         self._watch()
         count = len(variants) + 1
@@ -205,7 +205,7 @@ class ProgramCache:
         sizes = Signature.is_but_for_sizes, _MANY_SIZES, _of_sizes
         constants = Signature.is_but_for_constants, _MANY, _of_constants
         for is_alike, many, text in (sizes, constants):
-            calls = [other for other in dict.fromkeys(at.call for at in self.programs) if is_alike(other, call)]
+            calls = [other for other in dict.fromkeys(key.call for key in self.programs) if is_alike(other, call)]
             count = len(calls)
             # `count & (count - 1)` is 0 for powers of 2. The last of the calls is the new one, else it was counted.
             if count >= many and count & (count - 1) == 0 and calls[-1] == call:
@@ -264,7 +264,7 @@ class ProgramCache:
         sized = self._sized(call, example, deferred)  # None without dynamic sizes
         program = in_cache = self.find(call, deferred) if sized is None else sized
         if needs_dumps and in_cache is not None and in_cache.from_store:
-            # Of a program from the store, `_shown` has one compiled with its stages, if it was asked for before.
+            # It lacks the graphs after each pass: `_shown` has one compiled with these, if they were asked for before.
             program = self._shown.get(id(in_cache), (in_cache, None))[1]
         if program is not None:
             self._unused = []  # the warning is about the first call only
@@ -397,10 +397,10 @@ class ProgramCache:
         """
         reads = program.guards.reads
         if reads.sets:
-            at = Lookup(self.params.view, self.build.loss, reads.scopes)
+            lookup = Lookup(self.params.view, self.build.loss, reads.scopes)
             for expression, value in reads.sets:
                 _, owner, name = parse(expression)  # ("attribute", path of its object, its name)
-                setattr(at(owner), name, value)
+                setattr(lookup(owner), name, value)
             self.add(program, Guards.of(reads, self.params.view, self.build.loss))
 
     def runner(self, program: Executable) -> Runner:
@@ -437,23 +437,22 @@ def _of_sizes(calls: Sequence[Signature]) -> str:
     """Returns the text of a warning: the module was compiled for each of ``calls``, which differ in sizes only. The
     text proposes ``dynamic`` sizes.
     """
-    sizes = {
+    sizes = {  # (input, dim) -> its size in each call
         (name, dim): tuple(dict(call.tensors)[name].shape[dim] for call in calls)
         for name, like in calls[0].tensors
         for dim in range(len(like.shape))
     }
-    # Keys are (input, dim), values its sizes in all calls.
-    differ = {at: row for at, row in sizes.items() if len(set(row)) > 1}
+    differ = {at: in_calls for at, in_calls in sizes.items() if len(set(in_calls)) > 1}
     # Dims that always have the same size share a name.
-    names = {row: f"n{number}" for number, row in enumerate(dict.fromkeys(differ.values()))}
+    names = {in_calls: f"n{number}" for number, in_calls in enumerate(dict.fromkeys(differ.values()))}
     dynamic: dict[str, dict[int, str]] = {}
-    for (name, dim), row in differ.items():
-        dynamic.setdefault(name, {})[dim] = names[row]
-    (name, dim), row = next(iter(differ.items()))
+    for (name, dim), in_calls in differ.items():
+        dynamic.setdefault(name, {})[dim] = names[in_calls]
+    (name, dim), in_calls = next(iter(differ.items()))
     return (
         f"the module was compiled {len(calls)} times for calls that differ only in sizes (dim {dim} of {name!r} was "
-        f"{', '.join(map(str, row[-4:]))}); for one program of all sizes write shardc.compile(..., dynamic={dynamic}), "
-        "or pad the inputs to a few sizes"
+        f"{', '.join(map(str, in_calls[-4:]))}); for one program of all sizes write shardc.compile(..., "
+        f"dynamic={dynamic}), or pad the inputs to a few sizes"
     )
 
 

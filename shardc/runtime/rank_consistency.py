@@ -44,7 +44,7 @@ from shardc.runtime.gloo.listen import END, NOTHING, Listener, Stopped, raise_in
 from shardc.runtime.lost_ranks import BoundedStore, LostRanks
 
 _PAST = 4096  # events that are remembered
-_AGAIN = 1 << 40  # each epoch starts to number at a multiple of this
+_EVENTS_PER_EPOCH = 1 << 40  # each epoch starts to number at a multiple of this
 _HEARD = 2.0  # seconds that a rank waits for the others to read the error, before it raises
 _GRACE = 0.4  # seconds in which a rank may raise the same error by itself, before it is interrupted
 _STUCK = 25  # samples in the same collective of torch, before a rank reports it to those that compare
@@ -92,7 +92,7 @@ class RankConsistency:
         self._between_events = False  # whether it runs a collective behind its last event
         self._compiling_thread: int | None = None  # the thread that compiles
         self._error_arrived = threading.Event()  # set by the listener thread with `_pending_error`
-        self._all_heard_key: str | None = None  # store key that says that all ranks have read the difference
+        self._all_heard_key: str | None = None  # store key that is set when all ranks have read how events differ
         self._broken = False  # whether collectives were aborted, so that the groups cannot be used
         self._store: BoundedStore | None = None
         # The fake backend has no other ranks.
@@ -119,8 +119,8 @@ class RankConsistency:
         expected = past[-self._period] if self._period <= len(past) else None
         # Not predicted: the new period is the distance to the last occurrence of this event, if there is one.
         if key != expected:
-            since = next((at for at, done in enumerate(reversed(past), 1) if done == key), None)
-            self._period = since or self._period
+            distance = next((at for at, done in enumerate(reversed(past), 1) if done == key), None)
+            self._period = distance or self._period
         with self._lock:
             past.append(key)
             self.number += 1
@@ -230,7 +230,7 @@ class RankConsistency:
     @property
     def epoch(self) -> int:
         """Number of times that this rank has restarted its numbering of events, which it does after an error."""
-        return self.number // _AGAIN
+        return self.number // _EVENTS_PER_EPOCH
 
     def report_error(self, error: BaseException, epoch: int) -> None:
         """Sends an error of this rank to the others, which raise it too; all then number their events anew, in a new
@@ -295,11 +295,11 @@ class RankConsistency:
         """Returns the error that explains how ranks differ, for this rank to raise. First waits until other ranks have
         read it, then restarts the numbering of events, unless collectives were aborted.
         """
-        error, heard, self._all_heard_key = self._pending_error, self._all_heard_key, None
+        error, all_heard_key, self._all_heard_key = self._pending_error, self._all_heard_key, None
         assert error is not None
-        if heard is not None:  # else the store may end with this rank, before others have read it
+        if all_heard_key is not None:  # else the store may end with this rank, before others have read it
             with suppress(RuntimeError):
-                self._connected().wait([heard], timedelta(seconds=_HEARD))
+                self._connected().wait([all_heard_key], timedelta(seconds=_HEARD))
                 self._broken |= self._connected().check([f"{self._prefix}broken"])  # another rank aborted collectives
         if not self._broken:  # else the groups are of no use, and no event can follow
             with self._lock:
@@ -310,7 +310,7 @@ class RankConsistency:
         """Restarts the numbering of events, in a new epoch, after an error that all ranks raised. Forgets past events
         and errors.
         """
-        self.number, self.modules, self._failed_in_event = (self.epoch + 1) * _AGAIN, 0, False
+        self.number, self.modules, self._failed_in_event = (self.epoch + 1) * _EVENTS_PER_EPOCH, 0, False
         self._past.clear()
         self._error_arrived.clear()
         self._pending_error = self._failure = self._waits_at = None
@@ -339,17 +339,17 @@ class RankConsistency:
         with self._lock:
             # The listener thread may have answered for this rank just now.
             answered = number in comparisons.answered
-            other = None if answered else comparisons.arrive(store, number, event.key, self._log)
-        if other is None and self._pending_error is None:  # equal to the first rank's: others may still differ
+            differing = None if answered else comparisons.arrive(store, number, event.key, self._log)
+        if differing is None and self._pending_error is None:  # equal to the first rank's: others may still differ
             verdict = comparisons.wait(store, number)
             if verdict == BEFORE:
                 # The listener thread has, or is about to get, the error that says how ranks differed before.
                 self._error_arrived.wait(_HEARD)
-            other = None if isinstance(verdict, str) else verdict
-        with self._lock:  # the thread that listens hears of it too
+            differing = None if isinstance(verdict, str) else verdict
+        with self._lock:  # the thread that listens hears of the difference too
             self._waits_at = None
-            if other is not None and self._pending_error is None:
-                self._set_error_of_difference(store, number, other)
+            if differing is not None and self._pending_error is None:
+                self._set_error_of_difference(store, number, differing)
         if self._pending_error is not None:
             raise self._raised()
 
@@ -470,7 +470,7 @@ class RankConsistency:
         with self._lock:
             epoch = self.epoch
             # Errors of an earlier epoch are over; of several in this one, the first counts.
-            if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
+            if rank == self.rank or number // _EVENTS_PER_EPOCH != epoch or self._failure is not None:
                 return
             self._failure = number, MeshError(text, source=source, fix=fix)
         # The failed rank will not come to the event in which this rank waits: end the comparison.
@@ -527,7 +527,7 @@ class RankConsistency:
         """
         with self._lock:
             # Whether this rank has begun that event, in this epoch.
-            came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
+            came = number <= self.number and number // _EVENTS_PER_EPOCH == self.epoch and rank != self.rank
             if not came or self._pending_error is not None or self._waits_at != number and not self.running:
                 return
             self._pending_error = MeshError(text, fix=fix)

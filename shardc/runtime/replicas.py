@@ -62,8 +62,8 @@ def compare_values(
         name: name of the module.
         tensors: parameters and buffers by name; buffers are replicated.
         storages: storage layout of each parameter, as this rank has it.
-        sources: parameters sharded from unsharded tensors: these must have been equal on all ranks, unless the shard
-            has changed since.
+        sources: of each parameter that was cut from an unsharded tensor, the fingerprints of that tensor, which must
+            be equal on all ranks unless the shard has changed since, and of the shard as it was cut.
 
     Raises:
         MeshError: on every rank, if replicas differ; names the tensor and the ranks.
@@ -75,8 +75,8 @@ def compare_values(
     for key, x in tensors.items():
         of_shard = _fingerprint(x)
         # If the shard has changed since it was cut, the unsharded tensor says nothing about it.
-        of_source, of_shard_then = sources.get(key, (None, None))
-        fingerprints[key] = of_shard, of_source if of_shard_then == of_shard else None
+        of_source, of_shard_as_cut = sources.get(key, (None, None))
+        fingerprints[key] = of_shard, of_source if of_shard_as_cut == of_shard else None
     # Names, shapes and layouts are compared as an event, at which ranks exchange their fingerprints.
     stored = {key: f", stored as {storage}" for key, storage in storages.items()}
     listed = "\n".join(f"{key} of shape {list(x.shape)}, {x.dtype}{stored.get(key, '')}" for key, x in tensors.items())

@@ -38,11 +38,11 @@ class StageLink:
         self.groups, self.program, self.device = groups, program, device
         self._groups = [groups.along_stages(back) for back in (False, True)]  # to later stages, and to earlier ones
         self._timeout = timeout_of(self._groups[0])
-        # A rank is named by its coordinate along the axis of stages; a work handle waits for one tensor.
-        # Coordinate of a rank -> number of messages to it that are known to have left; and what the later ones send.
+        # Keys: the other rank's coordinate along the axis of stages. Pairs: a work handle, and the tensor it waits for.
+        # Messages to that rank: the number known to have left, and the later ones with what they send.
         self._left: Counter[int] = Counter()
         self._pending: defaultdict[int, deque[tuple[Message, list[tuple[Any, Tensor]]]]] = defaultdict(deque)
-        # Coordinate of a rank -> messages from it that are being received, and those behind them.
+        # Messages from that rank: those that are being received, and the later ones.
         self._receiving: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self._coming: defaultdict[int, deque[Message]] = defaultdict(deque)
 
@@ -94,15 +94,15 @@ class StageLink:
         """
         source = message.source
         receiving = self._receiving[source]
-        receives = receiving.popleft() if receiving else self._receive(message)
-        for work, _ in receives:
+        transfers = receiving.popleft() if receiving else self._receive(message)
+        for work, _ in transfers:
             if work is not None:  # None: an empty tensor, which is not sent
                 with self._named_errors(message):
                     work.wait(self._timeout)
         self._post_receives(source)
         # The source had received as many messages before it sent this one: their sends are done.
         self._wait_until_sent(source, received)
-        return [x for _, x in receives]
+        return [x for _, x in transfers]
 
     def _post_receives(self, source: int) -> None:
         """Posts receives of the next messages from stage ``source``, until `_AHEAD` of them are pending."""

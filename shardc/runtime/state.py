@@ -49,8 +49,8 @@ class State:
         self.spec, self.params, self.search_result = spec, ParamStore(spec, owner, sync, sources), search_result
         self.cache = ProgramCache(spec, self.params, build)
         self.turns, self.epoch = Turns(), 0
-        self.admits: Callable[[Executable], None] | None = None
-        self.around: Callable[..., PyTree] | None = None
+        self.admits: Callable[[Executable], None] | None = None  # called with the program of a call before it runs
+        self.around: Callable[..., PyTree] | None = None  # the user's wrapper of the compiled forward
         self._name: str | None = None  # of the property `name`, which numbers modules at their first run
 
     @property

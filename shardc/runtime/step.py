@@ -234,11 +234,10 @@ class Runner:
                 noting() as noted,
                 ranges.run(),
             ):
-                # `first`: index of the node whose result is the first with NaN.
-                results, first = run_finding_nan(half, inputs) if seeks_nan else (compiled(inputs, enter), 0)
+                results, first_nan_index = run_finding_nan(half, inputs) if seeks_nan else (compiled(inputs, enter), 0)
             settle()
             if seeks_nan:
-                check(half, results, first, self.groups, self._without_pad)
+                check(half, results, first_nan_index, self.groups, self._without_pad)
             if half.is_forward:
                 self.routing.note(half.graph, noted, adds_tokens)
             return results

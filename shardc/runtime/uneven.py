@@ -73,11 +73,10 @@ class Rows:
 
         Raises InputError if ranks that should pass the same rows pass different numbers.
         """
-        blocks: dict[int, tuple[int, int]] = {}
+        blocks: dict[int, tuple[int, int]] = {}  # index of a block -> its first rank, and that rank's count
         for rank, counts in enumerate(self.counts):
-            # The first rank with this block, and its count: replicas of the block must have the same.
             first, count = blocks.setdefault(flat_index(groups.mesh, self.axes[at], rank), (rank, counts[at]))
-            if count != counts[at]:
+            if count != counts[at]:  # replicas of a block must have the same
                 first_rank, this_rank = groups.everyone()[first], groups.everyone()[rank]
                 raise InputError(
                     f"rank {first_rank} passes input {self.names[at]!r} of {count} rows, "
@@ -85,7 +84,7 @@ class Rows:
                     f"as it is split over {', '.join(self.axes[at])} only",
                     fix="pass the same rows on ranks that differ along other axes",
                 )
-        return [blocks[at][1] for at in range(len(blocks))]
+        return [blocks[index][1] for index in range(len(blocks))]
 
     def totals(self, shapes: Sequence[tuple[int, ...]], groups: Groups) -> list[tuple[int, ...]]:
         """Returns the global shapes of the inputs for the row counts that the ranks really pass. ``shapes`` are the
@@ -158,8 +157,8 @@ def global_rows(
         InputError: row numbers are in a small dtype, or in a DTensor (whose values are global already).
     """
     out = list(tensors)
-    for at, to in numbered.items():
-        x, name, (other, layout) = tensors[at], inputs[at][0], inputs[to]
+    for at, indexed in numbered.items():
+        x, name, (other, layout) = tensors[at], inputs[at][0], inputs[indexed]
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             continue  # these values number nothing
         if isinstance(x, DTensor) or x.dtype not in (torch.int32, torch.int64):
@@ -168,9 +167,9 @@ def global_rows(
                 f"(per_rank) it numbers each rank's own rows of {other!r}",
                 fix="pass a plain tensor of int64",
             )
-        if rows is not None and rows.axes[to]:
-            blocks = rows.blocks(to, groups)
-            block = flat_index(groups.mesh, rows.axes[to], groups.rank)
+        if rows is not None and rows.axes[indexed]:
+            blocks = rows.blocks(indexed, groups)
+            block = flat_index(groups.mesh, rows.axes[indexed], groups.rank)
             start, count, total = sum(blocks[:block]), blocks[block], sum(blocks)
         else:
             row_range = local_indices(layout, layout.shape, 0, groups.rank)
@@ -183,7 +182,8 @@ def global_rows(
         # A rank that has all rows counts them globally already. Else negative numbers stay, those of own rows are
         # shifted, and larger ones get beyond the last global row.
         if total > count:
-            out[at] = torch.where(x < 0, x, torch.where(x < count + (x.dim() == 1), x + start, x + total))
+            end = count + (x.dim() == 1)  # a vector may have `count` itself, as an end offset
+            out[at] = torch.where(x < 0, x, torch.where(x < end, x + start, x + total))
     return out
 
 

@@ -50,7 +50,7 @@ class View:
     detached: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Applies the view ops to the source tensor ``x``, and returns the output."""
+        """Applies the view ops to the source tensor ``x``. ``output`` says how one device returns the result."""
         if self.from_feed and self.output.itself:  # the output is the argument itself
             return x
         # Either a view of the detached source, or (below) a detached tensor that is no view, as on one device.
@@ -207,20 +207,20 @@ class _Search:
         copied.
         """
         by_unreturned_memory: dict[int, list[int]] = {}  # outputs that share a memory that is no output or argument
-        for at, output in self.returned.items():
-            if output.of_output is not None:
-                source = self.at_index[output.of_output]
+        for at, aliasing in self.returned.items():
+            if aliasing.of_output is not None:
+                source = self.at_index[aliasing.of_output]
                 detached = at not in self.differentiable and source in self.differentiable
                 fits = self.axes[at] == self.axes[source]
                 self._add_view(at, source, from_feed=False, detached=detached, fits=fits)
-            elif output.of is not None:
-                self._add_view_of_argument(at, output, output.of)
+            elif aliasing.of is not None:
+                self._add_view_of_argument(at, aliasing, aliasing.of)
             else:
-                by_unreturned_memory.setdefault(output.first, []).append(at)
+                by_unreturned_memory.setdefault(aliasing.first, []).append(at)
         for group in by_unreturned_memory.values():
             self._add_views_of_unreturned(group)
         read_only = self._read_only()
-        for at in self.copies - read_only:  # they do not overlap
+        for at in self.copies - read_only:  # copies that overlap no other tensor may be written
             self.views[at] = View(at, source=at, from_feed=False, ops=(), output=self.returned[at])
         # A read-only output is the value that the graph returns, and not a view of an argument.
         views = {at: view for at, view in self.views.items() if at not in read_only or not view.from_feed}
