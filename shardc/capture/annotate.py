@@ -37,17 +37,17 @@ def model_name(name: str) -> str:
 
 
 def annotate(
-    gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str], stored: Mapping[str, torch.dtype]
+    gm: fx.GraphModule, inputs: Sequence[str], first_names: Mapping[str, str], stored_dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Gives every node of a traced graph its `Info` (name, value, origin), and the output node the `Role` of each
     output. Nodes of the op ``shardc::tag`` become calls of the marker op `ops.tag`.
 
     Args:
         inputs: the name of each tensor input.
-        first: every name of a parameter or buffer of the traced module -> the first name of that tensor.
-        stored: dtype of each parameter and buffer by its first name; the trace may use another dtype.
+        first_names: every name of a parameter or buffer of the traced module -> the first name of that tensor.
+        stored_dtypes: dtype of each parameter and buffer by its first name; the trace may use another dtype.
     """
-    _merge_names(gm.graph, first)
+    _merge_names(gm.graph, first_names)
     duplicates = _drop_output_tags(gm.graph)
     _name_outputs(ir.output_node(gm.graph), inputs, duplicates)
     _drop_effects(gm.graph)
@@ -76,10 +76,10 @@ def annotate(
             origin = Origin(module, line_of(node), phase, **_region(node))
             record = Info(names.fresh(name), ir.value_of(node.meta.get("val")), origin)
         ir.set_info(node, record)
-    _cast_stored(gm.graph, stored)
+    _cast_stored(gm.graph, stored_dtypes)
 
 
-def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
+def _cast_stored(graph: fx.Graph, stored_dtypes: Mapping[str, torch.dtype]) -> None:
     """Casts parameters and buffers, in the graph, from their stored dtype to the traced one. Casts their gradients and
     new values back to the stored dtype.
     """
@@ -87,60 +87,60 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in [*ir.placeholders(graph, "param"), *ir.placeholders(graph, "buffer")]:
         record, value = ir.info(node), ir.value(node)
-        dtype = stored[PREFIX + record.name]
-        if dtype == value.dtype:
+        stored_dtype = stored_dtypes[PREFIX + record.name]
+        if stored_dtype == value.dtype:
             continue
         # The placeholder gets the stored dtype; its users get a cast to the traced one, before the first of them.
-        traced = node.meta["val"]
-        node.meta["val"] = traced.to(dtype)
-        ir.set_info(node, replace(record, value=replace(value, dtype=dtype)))
+        fake = node.meta["val"]
+        node.meta["val"] = fake.to(stored_dtype)
+        ir.set_info(node, replace(record, value=replace(value, dtype=stored_dtype)))
         if node.users:
-            place = rewriter.before(min(node.users, key=order.__getitem__), like=node, suffix="cast")
-            rewriter.redirect(node, place.call(torch.ops.aten._to_copy.default, node, dtype=traced.dtype))
+            inserter = rewriter.before(min(node.users, key=order.__getitem__), like=node, suffix="cast")
+            rewriter.redirect(node, inserter.call(torch.ops.aten._to_copy.default, node, dtype=fake.dtype))
     results = list(output.args[0])
     for at, (role, node) in enumerate(ir.outputs(graph)):
-        stored_dtype = stored.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
-        if stored_dtype is not None and isinstance(node, fx.Node) and stored_dtype != ir.value(node).dtype:
+        result_dtype = stored_dtypes.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
+        if result_dtype is not None and isinstance(node, fx.Node) and result_dtype != ir.value(node).dtype:
             before = output if role.kind == "grad" else node.next  # the forward ends before the backward
-            place = rewriter.before(before, like=node, suffix="stored")
-            results[at] = place.call(torch.ops.aten._to_copy.default, node, dtype=stored_dtype)
+            inserter = rewriter.before(before, like=node, suffix="stored")
+            results[at] = inserter.call(torch.ops.aten._to_copy.default, node, dtype=result_dtype)
     output.args = (tuple(results),)
 
 
-def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
+def _merge_names(graph: fx.Graph, first_names: Mapping[str, str]) -> None:
     """Merges the placeholders of a tensor with several names: one placeholder, that of its first name, remains. The
     gradients of the others are added to its gradient.
     """
     output = ir.output_node(graph)
-    placed: dict[aot.AOTInput, fx.Node] = {}  # descriptor, with the first name -> the placeholder that remains
+    remaining: dict[aot.AOTInput, fx.Node] = {}  # descriptor, with the first name -> placeholder
     for node in ir.placeholders(graph):
-        desc = node.meta["desc"] = _by_first_name(node.meta["desc"], first)
-        if placed.setdefault(desc, node) is not node:
-            node.replace_all_uses_with(placed[desc])
+        desc = node.meta["desc"] = _by_first_name(node.meta["desc"], first_names)
+        if remaining.setdefault(desc, node) is not node:
+            node.replace_all_uses_with(remaining[desc])
             graph.erase_node(node)
-    # Descriptors that are equal by first names are those of one tensor: of outputs, its gradients.
+    # Outputs whose descriptors are equal by first names are gradients of one tensor.
     results: dict[aot.AOTOutput, fx.node.Argument] = {}
     for desc, result in zip(output.meta["desc"], output.args[0], strict=True):
-        desc = _by_first_name(desc, first)
-        before = results.get(desc)
-        if isinstance(before, fx.Node) and isinstance(result, fx.Node):
+        desc = _by_first_name(desc, first_names)
+        earlier = results.get(desc)
+        if isinstance(earlier, fx.Node) and isinstance(result, fx.Node):
             with graph.inserting_before(output):
-                both = graph.call_function(torch.ops.aten.add.Tensor, (before, result))
-            both.meta, result = dict(result.meta), both
+                total = graph.call_function(torch.ops.aten.add.Tensor, (earlier, result))
+            total.meta, result = dict(result.meta), total
         # One of the gradients may be None.
-        results[desc] = before if result is None else result
+        results[desc] = earlier if result is None else result
     output.meta["desc"], output.args = list(results), (tuple(results.values()),)
 
 
-def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
+def _by_first_name(desc: Any, first_names: Mapping[str, str]) -> Any:
     """Return AOTAutograd's descriptor ``desc`` of an input or output with the name in it replaced by the first name of
     that parameter or buffer.
     """
     if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
-        return replace(desc, target=first[desc.target])
-    for place in ("grad_of", "mutated_input", "base"):
-        if hasattr(desc, place):
-            return replace(desc, **{place: _by_first_name(getattr(desc, place), first)})
+        return replace(desc, target=first_names[desc.target])
+    for field in ("grad_of", "mutated_input", "base"):
+        if hasattr(desc, field):
+            return replace(desc, **{field: _by_first_name(getattr(desc, field), first_names)})
     return desc
 
 
@@ -243,15 +243,15 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
 
     None if there is none.
     """
-    dependent: set[fx.Node] = set()  # the tangents; the first node that uses one is returned
+    tangents: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             if isinstance(node.meta.get("desc"), aot.TangentAOTInput):
-                dependent.add(node)
+                tangents.add(node)
             continue
         if node.op == "output":
             return None
-        in_backward = any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward")
+        in_backward = any(n in tangents for n in node.all_input_nodes) or node.meta.get("autograd_backward")
         if in_backward and node not in needed:
             return node
     return None

@@ -53,8 +53,8 @@ class CaptureOnce:
             tuple((name, *_metadata(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
             tuple(tags), dtypes, frozenset(lengths),
         )  # fmt: skip
-        # Several may have the key: attributes and globals that a capture reads are known only after it, so these are
-        # compared by their values.
+        # Several captures may have this key: which attributes and globals a capture reads is known only after it, so
+        # their values are compared here.
         for values, cached in self._cache.get(key, ()):
             if cached.reads.values(model, loss) == values:
                 return replace(cached, graph=_copied(cached.graph))

@@ -416,11 +416,11 @@ def check_result(out: PyTree, is_loss: bool) -> None:
         raise ValueError(f"{LOSS_GAVE}{kind}")
     leaves = pytree.tree_leaves(out)
     # Texts of these errors are those that `_result_error` looks for.
-    tensors = any(isinstance(x, Tensor) for x in leaves)
-    for x in leaves:  # classes that AOTAutograd lets pass; all classes if there is no tensor
-        if isinstance(x, Enum | np.ndarray) or not (tensors or isinstance(x, int | float | str | None)):
+    has_tensor = any(isinstance(x, Tensor) for x in leaves)
+    for x in leaves:  # where there is a tensor, AOTAutograd refuses all other unknown classes
+        if isinstance(x, Enum | np.ndarray) or not (has_tensor or isinstance(x, int | float | str | None)):
             raise ValueError(f"Found <class '{type(x).__name__}'> in output")
-    if not tensors:
+    if not has_tensor:
         raise ValueError(LOSS_GAVE)
 
 

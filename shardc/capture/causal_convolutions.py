@@ -31,8 +31,8 @@ def pad_at_the_begin(gm: fx.GraphModule) -> None:
     """Rewrites causal convolutions (over one dim) in ``gm`` that pad both ends of the sequence, so that they pad the
     front only.
 
-    All uses of the result must slice it to the first ``length`` elements, maybe after transposes and pointwise
-    functions.
+    All uses of the result must slice it to the length of the sequence, from element 0 on, maybe after transposes and
+    pointwise functions.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is torch.conv1d:

@@ -110,15 +110,15 @@ def composed(module: nn.Module) -> dict[str, object]:
     """Return name -> value of the attributes that ``module`` needs in a trace in place of torch's composable
     ``checkpoint``; {} if the module does not use it.
     """
-    before = _composable_hook(module._forward_pre_hooks)
-    if before is None:
+    pre_hook = _composable_hook(module._forward_pre_hooks)
+    if pre_hook is None:
         return {}
     hooks = {kind: _without(getattr(module, kind)) for kind in ("_forward_pre_hooks", "_forward_hooks")}
-    # The options that the user gave `checkpoint` are variables around its hook.
-    cells = dict(
-        zip(before.__code__.co_freevars, (cell.cell_contents for cell in before.__closure__ or ()), strict=True)
+    # The options that the user gave `checkpoint` are closure variables of its hook.
+    closure = dict(
+        zip(pre_hook.__code__.co_freevars, (cell.cell_contents for cell in pre_hook.__closure__ or ()), strict=True)
     )
-    return {**hooks, "forward": MethodType(_checkpointed(module.forward, cells["user_context_fns"]), module)}
+    return {**hooks, "forward": MethodType(_checkpointed(module.forward, closure["user_context_fns"]), module)}
 
 
 def _checkpointed(forward: Callable[..., PyTree], context_fn: Callable[..., Any] | None) -> Callable[..., PyTree]:

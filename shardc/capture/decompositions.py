@@ -60,12 +60,14 @@ def without_strides(graph: fx.Graph, mode: FakeTensorMode) -> None:
     with mode, torch.no_grad():
         # (owner of the storage, offset in it) of each, as traced: before replacements change the strides.
         memories = [_memory(node.args[0]) for node in nodes]
-        # Replaced op -> its replacement. An op that was replaced may own the storage of a later one.
-        now: dict[fx.Node, fx.Node] = {}
+        # By replaced op, which may own the storage of a later one.
+        replacements: dict[fx.Node, fx.Node] = {}
         for node, (base, offset) in zip(nodes, memories, strict=True):
             with graph.inserting_before(node):
-                elements = _Elements(graph, node, base, now.get(base, base), offset)
-                replacement = now[node] = elements.insert_read() if node.target in _READS else elements.insert_write()
+                elements = _Elements(graph, node, base, replacements.get(base, base), offset)
+                replacement = replacements[node] = (
+                    elements.insert_read() if node.target in _READS else elements.insert_write()
+                )
             node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
 
@@ -157,10 +159,9 @@ class _Elements:
         # The strides of dims of size 1 play no role: they come last.
         order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
         steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
-        # Strides of a dense tensor of these sizes.
-        wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
+        dense_strides = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
         whole = not self.offset and prod(self.size) == self.base.meta["val"].numel()
-        return order if whole and [step for _, step in steps] == wanted else None
+        return order if whole and [step for _, step in steps] == dense_strides else None
 
     def _positions(self) -> fx.Node:
         """Insert ops that compute, for each element that the op reads or writes, its index in the base's storage
@@ -199,11 +200,11 @@ def _memory(node: fx.Node) -> tuple[fx.Node, int]:
         chain.append(chain[-1].args[0])
     base = chain.pop()
     val = base.meta["val"]
-    # Views of a tensor with the owner's strides tell the offset: that of the traced one may differ by the owner's own.
-    at: Any = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    # The same views of a new tensor, which starts at offset 0; the owner may start elsewhere in its storage.
+    replayed: Any = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
     for view in reversed(chain):
-        at = view.target(at, *view.args[1:], **view.kwargs)
-    return base, at.storage_offset()
+        replayed = view.target(replayed, *view.args[1:], **view.kwargs)
+    return base, replayed.storage_offset()
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -234,16 +235,18 @@ def _layer(
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
-    of_state: Tensor | None = rest[1] if has_biases else None
+    state_bias: Tensor | None = rest[1] if has_biases else None
     size = w_state.shape[0] // (4 if c is not None else 3 if hidden_fn == "gru" else 1)
     # The new gate of a GRU is tanh(input's part + reset gate * state's part): STEPS takes the two separately, and the
     # state's bias goes with the second.
     if hidden_fn == "gru":
         gates = F.pad(gates, (0, size))
-        if of_state is not None:
-            of_state = torch.cat([of_state[: 2 * size], torch.zeros_like(of_state[:size]), of_state[2 * size :]])
+        if state_bias is not None:
+            state_bias = torch.cat(
+                [state_bias[: 2 * size], torch.zeros_like(state_bias[:size]), state_bias[2 * size :]]
+            )
     gates = gates.flip(0) if reverse else gates
-    gates = gates if of_state is None else gates + of_state
+    gates = gates if state_bias is None else gates + state_bias
     projection = rest[-1] if len(rest) in (1, 3) else None
     # The state h is projection @ (state in STEPS), so the projection goes into the state's weight. The first h is
     # projected already: its product is added to step 0, which then starts at zeros.
@@ -334,9 +337,9 @@ def _var_mean(
     mean = aten.div.Tensor(aten.sum.dim_IntList(x, dims, True), count)
     centered = aten.sub.Tensor(x, mean)
     total = aten.sum.dim_IntList(aten.mul.Tensor(centered, centered), dims, keepdim)
-    # Degrees of freedom: without ``correction``, Bessel's.
-    free = max(count - (1.0 if correction is None else float(correction)), 0.0)
-    var = aten.div.Tensor(total, free)
+    # By default, with Bessel's correction.
+    degrees_of_freedom = max(count - (1.0 if correction is None else float(correction)), 0.0)
+    var = aten.div.Tensor(total, degrees_of_freedom)
     return var, mean if keepdim else aten.squeeze.dims(mean, dims)
 
 
@@ -422,7 +425,8 @@ def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, en
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])  # places in front of the slice
     if step != 1:  # put zeros in the places that the step skipped
-        if before < step and grad.shape[dim] * step == sizes[dim]:  # one padding of each place is enough
+        # Each element and the zeros around it are one of equal parts of the dim: one padding is enough.
+        if before < step and grad.shape[dim] * step == sizes[dim]:
             spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
             return aten.view.default(spread, sizes)
         spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, 0, step - 1)

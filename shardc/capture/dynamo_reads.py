@@ -45,8 +45,9 @@ OF_LOSS = (
 
 
 def memories_of(
-    traced: fx.GraphModule, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
-) -> tuple[tuple[Memory, ...], dict[int, str]]:
+    traced: fx.GraphModule, root: nn.Module, first_names: dict[str, str], fakes: Sequence[Tensor],
+    input_names: Sequence[str],
+) -> tuple[tuple[Memory, ...], dict[int, str]]:  # fmt: skip
     """Return (the `Memory` of each output, storage id -> name of the tensor that owns the storage), which are arguments
     of `returned`.
 
@@ -54,14 +55,14 @@ def memories_of(
 
     Args:
         traced: Dynamo's graph of ``root``.
-        places: every name of a parameter or buffer of ``root`` -> the first name of that tensor.
-        fakes, inputs: the fake tensor and the name of each tensor input.
+        first_names: every name of a parameter or buffer of ``root`` -> the first name of that tensor.
+        fakes, input_names: the fake tensor and the name of each tensor input.
     """
     # Attributes of modules: tensors among them are no parameters, but outputs may lie in their memory.
-    plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
-    tensors = (*plain, *root.named_parameters(), *root.named_buffers())
-    names = {id(x): model_name(places.get(name, name)) for name, x in tensors}
-    names |= dict(zip(map(id, fakes), inputs, strict=True))
+    attributes = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
+    tensors = (*attributes, *root.named_parameters(), *root.named_buffers())
+    names = {id(x): model_name(first_names.get(name, name)) for name, x in tensors}
+    names |= dict(zip(map(id, fakes), input_names, strict=True))
     # For the inputs of the root, all that Dynamo's graph takes, in order: parameters, buffers and other tensors, too.
     feeds = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
     owners = {memory_of(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
@@ -76,20 +77,20 @@ def _as_view(node: fx.Node) -> tuple[bool, bool]:
 
     Torch refuses to change a view that a custom autograd function returns, and one whose elements share memory.
     """
-    strided = fixed = False
+    strided = unwritable = False
     memory = memory_of(node)
     # From view to view, up to the tensor that is no view.
     while node.op in ("call_function", "call_method", "call_module") and node.all_input_nodes:
-        before = node.all_input_nodes[0]
+        source = node.all_input_nodes[0]
         # A result of a custom autograd function: a view if it shares memory with an operand.
-        if before.target is torch.ops.higher_order.autograd_function_apply and node.target is getitem:
-            return strided, fixed or memory in map(memory_of, before.all_input_nodes)
-        if not isinstance(value_of(before), Tensor) or memory_of(before) != memory:
+        if source.target is torch.ops.higher_order.autograd_function_apply and node.target is getitem:
+            return strided, unwritable or memory in map(memory_of, source.all_input_nodes)
+        if not isinstance(value_of(source), Tensor) or memory_of(source) != memory:
             break
         if node.target in ("as_strided", torch.as_strided):
-            strided, fixed = True, fixed or _overlaps_itself(value_of(node))
-        node = before
-    return strided, fixed
+            strided, unwritable = True, unwritable or _overlaps_itself(value_of(node))
+        node = source
+    return strided, unwritable
 
 
 def _overlaps_itself(x: Tensor) -> bool:
@@ -133,30 +134,31 @@ def recorded() -> Iterator[list[CaptureOutput]]:
     Also adds guards for absent dict keys and absent attributes that code looks up.
     """
     traces: list[CaptureOutput] = []
-    attribute = UserDefinedObjectVariable.var_getattr
-    before, look_up = functional_export.fullgraph_capture, ConstDictVariable.getitem_const_raise_exception_if_absent
+    original_getattr = UserDefinedObjectVariable.var_getattr
+    original_capture = functional_export.fullgraph_capture
+    original_lookup = ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        traces.append(before(*args, **kwargs))
+        traces.append(original_capture(*args, **kwargs))
         return traces[-1]
 
-    def looked_up(self: ConstDictVariable, tx: InstructionTranslatorBase, key: VariableTracker) -> VariableTracker:
+    def guarded_lookup(self: ConstDictVariable, tx: InstructionTranslatorBase, key: VariableTracker) -> VariableTracker:
         if key not in self:
             self.install_dict_contains_guard(tx, [key])
-        return look_up(self, tx, key)
+        return original_lookup(self, tx, key)
 
-    def var_getattr(self: UserDefinedObjectVariable, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
+    def guarded_getattr(self: UserDefinedObjectVariable, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
         try:
-            return attribute(self, tx, name)
+            return original_getattr(self, tx, name)
         except ObservedAttributeError:
             if self.source is not None:
                 install_guard(self.source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
             raise
 
     with (
-        patch.object(UserDefinedObjectVariable, "var_getattr", var_getattr),
+        patch.object(UserDefinedObjectVariable, "var_getattr", guarded_getattr),
         patch.object(functional_export, "fullgraph_capture", record),
-        patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", looked_up),
+        patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", guarded_lookup),
     ):
         yield traces
 
@@ -245,23 +247,23 @@ def expressed(trace: CaptureOutput, changes: Iterable[Change], reads: Reads) -> 
     return renamed
 
 
-def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any], scopes: Any) -> str | None:
+def _expression(text: str, imported: Mapping[str, str], dynamo_globals: Mapping[str, Any], scopes: Any) -> str | None:
     """Rewrite ``text``, a guard's expression in Dynamo's names, in terms of ``model``, ``loss`` and globals
     (``module('mine').ALPHA``). Return None if it is about another object.
 
     Args:
         imported: Dynamo's name of an imported module -> the module's name.
-        scope: Dynamo's global names -> their values, among them the globals of code that cannot be imported.
+        dynamo_globals: Dynamo's global names -> their values, among them the globals of code that cannot be imported.
         scopes: our names of such globals -> the globals; extended.
     """
     text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
 
-    def name(match: re.Match[str]) -> str:
+    def renamed(match: re.Match[str]) -> str:
         if match[1] in imported:
             return f"module({module_name(imported[match[1]])!r})"
         if not match[1].startswith("___unnamed_scope"):
             return match[0]
-        module_globals = scope[match[1]]
+        module_globals = dynamo_globals[match[1]]
         # Of a class from `namedtuple`, which is constant and needs no guard: a "G[" that is left makes the result None.
         if str(module_globals.get("__name__")).startswith("namedtuple_"):
             return "G[0]"
@@ -271,7 +273,7 @@ def _expression(text: str, imported: Mapping[str, str], scope: Mapping[str, Any]
         scopes.setdefault(scope_name, module_globals)
         return f"scope({scope_name!r})"
 
-    text = re.sub(r"G\['(\w+)'\]", name, text)
+    text = re.sub(r"G\['(\w+)'\]", renamed, text)
     return text if text and not re.search(r"\b[LG]\[", text) else None
 
 
@@ -289,6 +291,7 @@ def _read_of(guard: Guard, text: str) -> Read | None:
         return Read(f"{text}[{key!r}]")
     # A key that is no literal cannot be named in a guard: all keys are compared.
     read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
+    # Entries of a module's tables of parameters, buffers, submodules and hooks are checked in another way.
     return None if read.what != "value" and _STATE_TABLE.search(text) else read
 
 

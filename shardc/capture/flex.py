@@ -50,12 +50,12 @@ class _Flex(torch.autograd.Function):
         query, key, value, *captured, out, sums = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         needed = ctx.needs_input_grad[5:]  # of the captured tensors, behind body, scale, query, key and value
-        wanted = [at for at, needs in enumerate(needed) if needs]
+        needed_positions = [at for at, needs in enumerate(needed) if needs]
         gradients = FLEX_GRADIENT(
-            grad, query, key, value, out, sums, grad_sums, wanted, captured, ctx.body, ctx.scale, key.shape[2]
+            grad, query, key, value, out, sums, grad_sums, needed_positions, captured, ctx.body, ctx.scale, key.shape[2]
         )
-        rest = iter(gradients[3:])
-        of_captured = (next(rest) if needs else None for needs in needed)
+        captured_gradients = iter(gradients[3:])
+        of_captured = (next(captured_gradients) if needs else None for needs in needed)
         return (None, None, *gradients[:3], *of_captured)
 
 
@@ -68,15 +68,15 @@ def attention(
     does. Return (output, log-sum-exp in base 2, largest scores or, from the op, None). Arguments and shapes are
     torch's.
     """
-    body, mask_mod = None, block_mask[-1]  # body: the name under which both functions are registered
+    functions_name, mask_mod = None, block_mask[-1]  # the name under which both functions are registered
     captured = (*score_mod_other_buffers, *mask_mod_other_buffers)
     if _are_plain((query, key, value, *captured)):
         # The functions are traced by themselves, outside of the trace that calls this.
         with _disable_current_modes():
-            body = functions_of(
+            functions_name = functions_of(
                 query, score_mod, score_mod_other_buffers, mask_mod, mask_mod_other_buffers, kernel_options
             )
-    if body is None:
+    if functions_name is None:
         return math_attention(
             query, key, value, score_mod, block_mask, scale, kernel_options, score_mod_other_buffers,
             mask_mod_other_buffers,
@@ -87,8 +87,8 @@ def attention(
     # Torch broadcasts a batch of one; the op does not.
     key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     apply: Any = _Flex.apply
-    out, sums = apply(body, scale, query, key, value, *captured)
-    return out, sums / math.log(2), None
+    out, log_sums = apply(functions_name, scale, query, key, value, *captured)
+    return out, log_sums / math.log(2), None
 
 
 def _are_plain(operands: Sequence[Any]) -> bool:
@@ -109,16 +109,18 @@ def functions_of(
         score_mod, mask_mod: functions of numbers, and of the captured tensors ``of_score`` and ``of_mask``.
         kernel_options: torch's options for its kernel, which its op takes.
     """
-    score = torch.promote_types(query.dtype, torch.float32)
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
     dtypes = [torch.int64] * 4  # batch, head, row, column
     graphs = (
-        _traced(score_mod, query, [score, *dtypes], of_score), _traced(mask_mod, query, dtypes, of_mask),
+        _traced(score_mod, query, [score_dtype, *dtypes], of_score), _traced(mask_mod, query, dtypes, of_mask),
     )  # fmt: skip
     if graphs[0] is None or graphs[1] is None:
         return None
     options = dict(kernel_options or {}) | _RESULTS
-    counts = len(of_score), len(of_mask)  # how many of the captured tensors each graph takes
-    return register(Function(KIND, (graphs[0], graphs[1]), counts, options=tuple(sorted(options.items())))).name
+    captured_counts = len(of_score), len(of_mask)
+    return register(
+        Function(KIND, (graphs[0], graphs[1]), captured_counts, options=tuple(sorted(options.items())))
+    ).name
 
 
 def _traced(
@@ -151,8 +153,8 @@ class _Broadcast:
     """
 
     def __init__(self, graph: fx.Graph, numbers: int, sizes: Sequence[int]) -> None:
-        # ``numbers`` inputs are scalars ([score,] batch, head, row, column); the others are captured tensors. ``sizes``
-        # are those of batch and heads.
+        # The first ``numbers`` inputs are scalars: [score,] batch, head, row, column. The others are captured tensors.
+        # ``sizes`` are those of batch and heads.
         self.old, self.new = graph, fx.Graph()
         self.inputs = list(graph.find_nodes(op="placeholder"))
         self.places = self.inputs[numbers - 4 : numbers]  # batch, head, row, column
@@ -161,7 +163,7 @@ class _Broadcast:
         self.env: dict[fx.Node, fx.Node] = {}  # old node -> new node
         for node in self.inputs[:numbers]:
             self.env[node] = self.new.placeholder(node.name)
-        self.here = [self.new.placeholder(name) for name in ("batch_here", "head_here")]  # counted on this rank
+        self.here = [self.new.placeholder(name) for name in ("batch_here", "head_here")]  # within the rank's shard
         for node in self.captured:
             self.env[node] = self.new.placeholder(node.name)
         self.sizes = sizes
@@ -263,8 +265,8 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         isinstance(x, fx.Node) and x.meta["val"].ndim == 0 and x.meta["val"].dtype != torch.bool for x in indices
     ):
         return None
-    row = _lookup(table)  # not None if ``table`` is itself a part, taken by further indices
-    return (table, indices) if row is None else (row[0], [*row[1], *indices])
+    table_lookup = _lookup(table)  # for ``t[i][j]``, that of ``t[i]``
+    return (table, indices) if table_lookup is None else (table_lookup[0], [*table_lookup[1], *indices])
 
 
 def _looks_up(user: fx.Node, table: fx.Node, dim: int, place: fx.Node, graph: _Broadcast) -> bool:

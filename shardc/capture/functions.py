@@ -62,13 +62,14 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
         raise _error(node, f"{kind} is given a number among its operands", "pass it as a tensor")
     graphs = tuple(graph_of_function(getattr(gm, module.target), node, kind) for module in modules)
     node.meta["val"] = list(node.meta["val"])
-    # An op of shardc returns tensors only, so results that are None have no number.
-    places = {old: new for new, old in enumerate(at for at, x in enumerate(node.meta["val"]) if isinstance(x, Tensor))}
-    for user in list(node.users):  # without the results that are None
-        if user.target is getitem and user.args[1] in places:
-            user.args = (node, places[user.args[1]])
+    # An op of shardc returns tensors only: results that are None are left out of the numbering.
+    tensors = (at for at, x in enumerate(node.meta["val"]) if isinstance(x, Tensor))
+    new_number = {old: new for new, old in enumerate(tensors)}
+    for user in list(node.users):
+        if user.target is getitem and user.args[1] in new_number:
+            user.args = (node, new_number[user.args[1]])
     node.meta["val"] = [x for x in node.meta["val"] if isinstance(x, Tensor)]
-    before, reverse = list(flat), False  # operands that are replaced below are erased in the end
+    old_operands, reverse = list(flat), False  # `_hoist` and `_remove_flips` replace some of ``flat``
     if kind == "scan":
         with node.meta["val"][0].fake_mode:
             counts = counts[0], _hoist(gm.graph, node, graphs[0], flat, counts)
@@ -76,7 +77,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, kind: str) -> None:
         named(graphs[0])  # `_hoist` may have changed it
     function = register(Function(kind, graphs, counts, function_flops(kind, graphs)))
     node.target, node.args, node.kwargs = OPS[kind], (flat, function.name, *([True] if reverse else [])), {}
-    for operand in before:
+    for operand in old_operands:
         _erase_unused(gm.graph, operand)
 
 
@@ -156,11 +157,10 @@ def _error(node: fx.Node | None, what: str, fix: str) -> CaptureError:
 
 
 def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Node], counts: tuple[int, int]) -> int:
-    """Moves out of the loop those ops of a scan's step that compute the same in all steps. Returns the number of
-    sequences that the scan still reads.
+    """Moves results of a scan that are the same in all steps out of the loop, with the ops that compute them. Returns
+    the number of sequences that the scan still reads: one that repeats a value becomes an operand of the rest.
 
-    The results of such ops become further operands (the rest). Changed in place are the graph ``step``, ``operands``
-    and the uses of the scan's results.
+    Changed in place are the graph ``step``, ``operands`` and the uses of the scan's results.
 
     torch's scan saves for backward whatever its steps compute of weights, such as their transposes, once for each step.
 
@@ -175,9 +175,8 @@ def _hoist(outer: fx.Graph, scan: fx.Node, step: fx.Graph, operands: list[fx.Nod
     arguments = list(step.find_nodes(op="placeholder"))
     steps = operands[carries].meta["val"].shape[0] if sequences else 0
     for at in reversed(range(carries + 1, carries + sequences)):  # the first one says how many steps there are
-        if (same := _repeated(operands[at])) is not None:
-            # The sequence repeats one value: this becomes the last operand, the same in all steps.
-            operands[:] = [*operands[:at], *operands[at + 1 :], same]
+        if (repeated := _repeated(operands[at])) is not None:
+            operands[:] = [*operands[:at], *operands[at + 1 :], repeated]
             argument = arguments.pop(at)
             arguments[-1].append(argument)  # in the step's graph, moves this placeholder behind the last one
             arguments.append(argument)
@@ -321,34 +320,39 @@ def _gradient(
     Its arguments are the gradients of the step's results, the sums of gradients of the rest so far, the carries before
     the step, and the rest. It returns the gradients of the carries before the step, and the sums with its terms added.
     """
-    # The step's arguments: carries, then the rest. Floating-point ones only have gradients; ``count`` of them are
-    # carries.
+    # The step's arguments: carries, then the rest. Only floating-point arguments have gradients.
     vals: list[Tensor] = [node.meta["val"] for node in step.nodes if node.op == "placeholder"]
     floating = [x.is_floating_point() for x in vals]
-    count, run = sum(floating[:carries]), fx.GraphModule({}, ir.copied(step))
+    floating_carries, run = sum(floating[:carries]), fx.GraphModule({}, ir.copied(step))
     for node in run.graph.find_nodes(op="call_function", target=aten.copy.default):
         node.target = _copied  # torch does not differentiate aten.copy
     run.recompile()
 
-    def back(*flat: Tensor) -> tuple[Tensor, ...]:
+    def step_gradient(*flat: Tensor) -> tuple[Tensor, ...]:
         """Compute the gradients of one step: take and return what the traced graph does (see `_gradient`), as flat
         tuples.
         """
-        grads, totals, arguments = flat[:count], flat[count : sum(floating)], flat[sum(floating) :]
+        grads, totals, arguments = (
+            flat[:floating_carries],
+            flat[floating_carries : sum(floating)],
+            flat[sum(floating) :],
+        )
 
         def of_floating(*inputs: Tensor) -> tuple[Tensor, ...]:  # the step as a function of these arguments only
-            left = iter(inputs)
-            results = run(*(next(left) if is_float else x for x, is_float in zip(arguments, floating, strict=True)))
+            floating_inputs = iter(inputs)
+            results = run(
+                *(next(floating_inputs) if is_float else x for x, is_float in zip(arguments, floating, strict=True))
+            )
             return tuple(x for x in results if x.is_floating_point())
 
-        pull: Any = torch.func.vjp(
+        vjp: Any = torch.func.vjp(
             of_floating, *(x for x, is_float in zip(arguments, floating, strict=True) if is_float)
         )[1]
-        terms = pull(grads)
-        return (*terms[:count], *map(torch.add, totals, terms[count:]))
+        terms = vjp(grads)
+        return (*terms[:floating_carries], *map(torch.add, totals, terms[floating_carries:]))
 
     mode: Any = getattr(vals[0], "fake_mode")  # noqa: B009
     with mode:
         like = [torch.empty_like(x) for x, is_float in zip(vals, floating, strict=True) if is_float]
-        traced = make_fx(back, decomposition_table=dict(decompositions))(*like, *map(torch.empty_like, vals))
+        traced = make_fx(step_gradient, decomposition_table=dict(decompositions))(*like, *map(torch.empty_like, vals))
     return graph_of_function(traced, loop, "while_loop")

@@ -82,12 +82,12 @@ def _overlap(x: Any, y: Any) -> bool:
         return True
     # With equal strides, they share elements if their ranges overlap in every dim. Offsets are read as numbers whose
     # digits, by strides from the largest on, are the starts along the dims. What is left must be equal.
-    at, starts = (x.storage_offset(), y.storage_offset()), []
+    offsets, starts = (x.storage_offset(), y.storage_offset()), []
     for dim in sorted(range(x.dim()), key=lambda dim: -x.stride(dim)):
-        below = max(x.stride(dim), 1)
-        starts.append((dim, at[0] // below, at[1] // below))
-        at = at[0] % below, at[1] % below
-    return all(i < j + y.shape[dim] and j < i + x.shape[dim] for dim, i, j in starts) and at[0] == at[1]
+        stride = max(x.stride(dim), 1)
+        starts.append((dim, offsets[0] // stride, offsets[1] // stride))
+        offsets = offsets[0] % stride, offsets[1] % stride
+    return all(i < j + y.shape[dim] and j < i + x.shape[dim] for dim, i, j in starts) and offsets[0] == offsets[1]
 
 
 _of_torch = auto_functionalize.do_auto_functionalize_v2

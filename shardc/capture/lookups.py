@@ -95,10 +95,10 @@ class _Lookup:
         # Of several indices along one dim of the result, only the first reads its dim in order.
         by_place = [x.place is not None and all_places.index(x.place) == at for at, x in enumerate(self.indices)]
         others = [x for x, in_order in zip(self.indices, by_place, strict=True) if not in_order]
-        # Whether rows read other entries each (``logits[arange(rows), target]``): a ``gather``, not an ``index``.
+        # Whether each row reads another entry (``logits[arange(rows), target]``): a ``gather``, not an ``index``.
         self.along = any(x.dims.intersection(all_places) for x in others)
         if self.along and len(others) > 1:  # `gather` takes one index only
-            # Dims that other indices vary over are then no dims of the table.
+            # Then a dim counts as read in order only if no other index varies over it.
             by_place = [
                 in_order and not any(x.place in other.dims for other in self.indices if other is not x)
                 for x, in_order in zip(self.indices, by_place, strict=True)
@@ -136,16 +136,16 @@ class _Lookup:
         values: Any = self.node.args[2]
         adds = scatters or self.node.args[3:4] == (True,)  # ``accumulate``
         # Shape of the values: the broadcast indices, then the dims without an index.
-        whole = (*self.index_shape, *self.table_shape[len(self.indices) :]) if self.ordered else None
-        if whole is None or (scatters and values.meta["val"].shape != whole):
-            # The op of flex_attention's gradients is replaced in any case.
+        values_shape = (*self.index_shape, *self.table_shape[len(self.indices) :]) if self.ordered else None
+        if values_shape is None or (scatters and values.meta["val"].shape != values_shape):
+            # SCATTER, an op of flex_attention's gradients, is replaced in any case.
             return self._scatter(self.table_shape, self.node.args[1], values) if scatters else None
         # Along a dim that no index varies over, all values go to one entry.
         varies = frozenset().union(*(x.dims for x in self.indices))
         fixed = [dim for dim in range(len(self.index_shape)) if dim not in varies]
         if fixed and not adds:
             return None  # several values are written to one entry, and the last one stays
-        values = self._call(aten.expand.default, values, whole)
+        values = self._call(aten.expand.default, values, values_shape)
         if table is not None and adds and table.target is aten.full.default and table.args[1] == 0:
             table = None  # zeros, which are made in the order of dims in which they are needed
         if table is not None:
@@ -234,12 +234,12 @@ class _Lookup:
         Args:
             x: its dims are those that are read in order, then ``rest`` if there are other indices, then ``tail``.
         """
-        have = [*self.places, *(self.rest if self.others else ())]  # the dims of the broadcast indices that x has
-        order = sorted(range(len(have)), key=have.__getitem__)
-        tail = range(len(have), x.meta["val"].ndim)
+        present_dims = [*self.places, *(self.rest if self.others else ())]  # of the broadcast indices
+        order = sorted(range(len(present_dims)), key=present_dims.__getitem__)
+        tail = range(len(present_dims), x.meta["val"].ndim)
         x = self._call(aten.permute.default, x, [*order, *tail])
         for dim in range(len(self.index_shape)):
-            if dim not in have:
+            if dim not in present_dims:
                 x = self._call(aten.unsqueeze.default, x, dim)
         return x
 
@@ -273,7 +273,7 @@ class _Lookup:
     def _index(self, node: fx.Node, size: int) -> _Index:
         """Describe the index tensor ``node`` of a table's dim of ``size`` elements, as an `_Index`.
 
-        The strides of the views that it is of its base say along which dims it varies.
+        If it is a view of a base tensor, the strides of that view say along which dims it varies.
         """
         chain, base = [], node  # the views between ``base`` and ``node``, the last first
         while base.op == "call_function" and base.target in _VIEWS:

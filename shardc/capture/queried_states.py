@@ -83,9 +83,9 @@ def recorded_states() -> Iterator[set[Read]]:
         return original(this, tx, args, kwargs)
 
     def call_python(original: Traced, this: Any, tx: Translator, args: Args, kwargs: Kwargs) -> VariableTracker:
-        # What Python's own code returns (`inspect.signature`) does not depend on the limit, which Inductor raises.
-        bounds_only = this.fn is sys.getrecursionlimit and is_versioned(tx.f_code)
-        if (name := _NAMES.get(this.fn)) is not None and not bounds_only:
+        # What Python's own code returns (`inspect.signature`) ignores the recursion limit, which Inductor raises.
+        ignores_limit = this.fn is sys.getrecursionlimit and is_versioned(tx.f_code)
+        if (name := _NAMES.get(this.fn)) is not None and not ignores_limit:
             note(name, args, kwargs)
         return original(this, tx, args, kwargs)
 
@@ -199,10 +199,11 @@ class GradMode:
         """Notes that the code being traced reads the grad mode, and returns True. For torch's own code it notes nothing
         and returns False.
 
-        Raises Unsupported in a reentrant checkpoint.
+        Raises Unsupported in a reentrant checkpoint, whose code runs in both grad modes.
         """
         # A polyfill is Dynamo's code for a function that the user's code calls.
-        if is_versioned(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
+        of_torch = is_versioned(tx.f_code) and "polyfills" not in tx.f_code.co_filename
+        if of_torch:
             return False
         if self._reentrant:
             raise Unsupported("the grad mode in a reentrant checkpoint")
@@ -284,11 +285,12 @@ class GradMode:
         """Correct ``answer``, Dynamo's value of a tensor's attribute ``name`` (``requires_grad``), for inference mode,
         and return it. ``view`` says whether the tensor is a view of a parameter, buffer or input.
 
-        A view of a parameter requires a gradient there too, so such a read is refused.
+        A view of a parameter requires a gradient there too, and what forward computes in ``inference_mode(False)`` may:
+        such reads are refused.
         """
         # A tensor that records no gradient here records none in inference mode either, unless it is a view.
-        recorded = answer.as_python_constant() is _RECORDED[name]
-        if not (recorded or view):
+        records_gradient = answer.as_python_constant() is _RECORDED[name]
+        if not (records_gradient or view):
             return answer
         self._reads.add(Read(INFERENCE_MODE))
         if not in_inference_mode():

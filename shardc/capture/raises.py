@@ -102,8 +102,9 @@ def _item_to_check(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
     """
     tx: Any = InstructionTranslator.current_tx().output.current_tx
     at = tx.instruction_pointer  # of the instruction behind the call
-    is_called = any(x.argval == "item" for x in tx.instructions[max(0, at - 4) : at])  # not by ``bool`` or ``float``
-    for instruction in tx.instructions[at:] if is_called else ():
+    call = tx.instructions[max(0, at - 4) : at]  # from the load of ``item`` on; ``bool`` and ``float`` load none
+    is_named = any(x.argval == "item" for x in call)
+    for instruction in tx.instructions[at:] if is_named else ():
         if instruction.opname in _JUMPS:
             sides = (tx.indexof[instruction] + 1, tx.indexof[instruction.target])
             if _raises(tx.instructions, sides[0]) != _raises(tx.instructions, sides[1]):

@@ -100,10 +100,9 @@ def refuse_draws(graph: fx.Graph) -> None:
         if not draws(node.target) or node.target.namespace == "shardc_random":
             continue
         arguments = arguments_of(node)
-        # Probabilities of a dropout within an attention or a recurrent layer.
-        shares = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
-        attends = "attention" in str(node.target) or "_rnn" in str(node.target)
-        if attends and not any(shares):  # draws only for a dropout
+        dropout_probabilities = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
+        only_for_dropout = "attention" in str(node.target) or "_rnn" in str(node.target)
+        if only_for_dropout and not any(dropout_probabilities):
             continue
         raise CaptureError(
             f"{node.target} draws random numbers that would differ from rank to rank",
@@ -162,11 +161,11 @@ class _Draws:
 
     def normal(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Draws standard normal numbers, by the cosine branch of the Box-Muller transform."""
-        fine = _draw_dtype(dtype)
-        radius, angle = (self.uniform(size, dtype=fine, device=device) for _ in range(2))
-        length = aten.sqrt.default(aten.mul.Scalar(aten.log1p.default(aten.neg.default(radius)), -2))
-        drawn = aten.mul.Tensor(length, aten.cos.default(aten.mul.Scalar(angle, 2 * pi)))
-        return drawn if fine == dtype else aten._to_copy.default(drawn, dtype=dtype)
+        draw_dtype = _draw_dtype(dtype)
+        u, v = (self.uniform(size, dtype=draw_dtype, device=device) for _ in range(2))
+        radius = aten.sqrt.default(aten.mul.Scalar(aten.log1p.default(aten.neg.default(u)), -2))
+        drawn = aten.mul.Tensor(radius, aten.cos.default(aten.mul.Scalar(v, 2 * pi)))
+        return drawn if draw_dtype == dtype else aten._to_copy.default(drawn, dtype=dtype)
 
     def gaussian(self, like: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
         """Draws normal numbers of mean ``mean`` and standard deviation ``std``, shaped like ``like``."""
@@ -203,11 +202,11 @@ class _Draws:
         ``lower`` and ``upper``. In evaluation all are their mean, and the second result is a copy of ``noise``.
         """
         if not training:
-            slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
-            return slopes, aten.clone.default(noise)
+            scaled = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
+            return scaled, aten.clone.default(noise)
         unit = aten.full.default([], 1, dtype=x.dtype, device=x.device)
-        drawn = aten.where.self(aten.gt.Scalar(x, 0), unit, self.between(x, lower, upper))
-        return aten.mul.Tensor(x, drawn), drawn
+        scales = aten.where.self(aten.gt.Scalar(x, 0), unit, self.between(x, lower, upper))
+        return aten.mul.Tensor(x, scales), scales
 
     def integers(
         self,

@@ -85,7 +85,7 @@ class ReachableState:
         self._first: dict[int, tuple[str, object]] = {}  # id -> (first expression, the object)
         self._containers: list[_Container] = []
         self._open: list[tuple[str, object]] = []  # objects of the user's classes, which may get further attributes
-        self._queried: set[str] = set()
+        self._queried: set[str] = set()  # strings in code that calls `getattr` or `hasattr`
         modules = {
             "model" + "".join(f"._modules[{name!r}]" for name in path.split(".") if name): module
             for path, module in model.named_modules()

@@ -212,15 +212,15 @@ def record_calls(
         fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]
         record.inputs = [record.token(x) for x in fakes]
         both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
-        # Id of a tensor -> all its names: blocks that share tensors with other modules are told by them.
-        places: dict[int, list[str]] = {}
+        # By id of a tensor: blocks that share tensors with other modules are told by them.
+        all_names: dict[int, list[str]] = {}
         for name, x in (item for named in both for item in named):
-            places.setdefault(id(x), []).append(model_name(name))
+            all_names.setdefault(id(x), []).append(model_name(name))
             record.names[record.token(x)] = model_name(name)
         for path, size in numbered_containers(model):
             container, names = model.get_submodule(path), Repeat(path, 0, size).names()
             for name, block in zip(names, container._modules.values(), strict=True):
-                record.signatures[name] = _signature(block, name, places)
+                record.signatures[name] = _signature(block, name, all_names)
                 for handle in _add_hooks(block, record.blocks.setdefault(name, []), record):
                     stack.enter_context(handle)
             # Blocks with wrapper tensors are repeats only if all blocks of the container are.
@@ -239,14 +239,14 @@ def record_calls(
     return record
 
 
-def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence[str]]) -> object:
+def _signature(block: nn.Module | None, name: str, all_names: Mapping[int, Sequence[str]]) -> object:
     """Return what two blocks must have in common to be repeats: classes of modules and metadata of tensors, by relative
     name. None if the block called ``name`` cannot repeat.
 
     It cannot if a module outside shares its tensors.
 
     Args:
-        places: the identity of each tensor -> its names in the model.
+        all_names: id of each tensor -> its names in the model.
     """
     if block is None:
         return None
@@ -254,7 +254,7 @@ def _signature(block: nn.Module | None, name: str, places: Mapping[int, Sequence
     modules = [(path, type(module), module.training) for path, module in block.named_modules()]
     tensors = []
     for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
-        if not all(is_in(place, name) for place in places[id(x)]):
+        if not all(is_in(place, name) for place in all_names[id(x)]):
             return None
         tensors.append((path, metadata(x)))
     return modules, tensors
@@ -377,9 +377,9 @@ def _longest_run(record: Recorder, path: str, size: int) -> Repeat | None:
     links = [None, *(_calls_between(record, before, after) for before, after in pairs)]
     runs, first = [], 0
     for at in range(1, size + 1):
-        a, b = (record.signatures[names[i]] for i in (first, at)) if at < size else (None, None)
+        first_signature, signature = (record.signatures[names[i]] for i in (first, at)) if at < size else (None, None)
         # A run ends at its first block that differs, or that gets its arguments in another way than the second did.
-        matches = a is not None and a == b and bodies[first] == bodies[at]
+        matches = first_signature is not None and first_signature == signature and bodies[first] == bodies[at]
         if not matches or (at > first + 1 and links[at] != links[first + 1]):
             runs.append(Repeat(path, first, at - first))
             first = at
