@@ -282,9 +282,9 @@ def embedding_bag(
     have the same size (rows of ``input``). Bags of other sizes, and options such as ``max_norm`` and ``sparse``, are
     left to torch.
     """
-    even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
-    plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
-    if not even or not plain or mode not in _MODES:
+    equal_bags = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
+    plain_options = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
+    if not equal_bags or not plain_options or mode not in _MODES:
         return _embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
@@ -297,11 +297,11 @@ def embedding_bag(
     if padding_idx is None:
         return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
     # [bags, indices, 1]: rows that count in no reduction; a bag of these alone gives zeros.
-    pad = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+    is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
     if mode == "max":
-        return rows.masked_fill(pad, float("-inf")).max(1).values.masked_fill(pad.all(1), 0.0)
-    total = rows.masked_fill(pad, 0.0).sum(1)
-    return total if mode == "sum" else total / pad.logical_not().sum(1).clamp(min=1)
+        return rows.masked_fill(is_padding, float("-inf")).max(1).values.masked_fill(is_padding.all(1), 0.0)
+    total = rows.masked_fill(is_padding, 0.0).sum(1)
+    return total if mode == "sum" else total / is_padding.logical_not().sum(1).clamp(min=1)
 
 
 def bags(
@@ -324,9 +324,9 @@ def bags(
             padding_idx,
         )  # fmt: skip
     starts = offsets[:-1] if include_last_offset else offsets
-    places = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
+    positions = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
     # The bag of an index is the last one that starts at it or before.
-    bag = torch.searchsorted(starts, places, right=True) - 1
+    bag = torch.searchsorted(starts, positions, right=True) - 1
     rows = F.embedding(indices, weight)
     counted = torch.ones_like(indices, dtype=torch.bool)  # indices that are no padding
     if padding_idx is not None:
@@ -344,7 +344,7 @@ def bags(
         rows = rows.masked_fill(~counted.unsqueeze(1), 0.0)
         out = torch.zeros(shape, dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
         out = out / sizes.clamp(min=1).unsqueeze(1) if _MODES[mode] == "mean" else out
-    return out, bag, sizes.to(indices.dtype), bag
+    return out, bag, sizes.to(indices.dtype), bag  # the last in place of the indices of maxima, which are not computed
 
 
 def cov(

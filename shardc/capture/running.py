@@ -109,16 +109,16 @@ class Run:
         with restored(self.root.model):
             return self._run(partial(type(self.root).forward, self.root), tensors, {})
 
-    def _run(self, run: Callable[..., PyTree], tensors: Sequence[Tensor], refused: dict[int, Any]) -> PyTree:
+    def _run(self, run: Callable[..., PyTree], tensors: Sequence[Tensor], protected: dict[int, Any]) -> PyTree:
         """Call ``run(*tensors)`` and return its result. Afterwards restore the Python state that the call changed.
 
         Args:
-            refused: tensors, by id, to which the model may not do what `_Lines` refuses.
+            protected: id -> parameter or input on which `_Lines` refuses calls; {} for a run that is traced.
         """
-        # ``requires_grad_()`` of an input is of a tensor of the run's own: the gradient is not one of the step.
+        # An input without a gradient is passed as a new tensor: ``requires_grad_()`` in forward gives the step none.
         inputs = [x if needed else x.detach() for x, needed in zip(tensors, self._needed, strict=True)]
         try:
-            with _Lines(refused):
+            with _Lines(protected):
                 return run(*inputs)
         finally:
             self._state.restore()
@@ -162,11 +162,11 @@ class Run:
         one checkpoint region.
         """
         meta = fx_traceback.current_meta
-        before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
+        outer_region = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
         # What lies in a region already keeps its number: `before` comes last.
-        meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **before}
+        meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": next(self._regions), **outer_region}
         yield
-        for key in {"recompute", "ac_graph_id"} - before.keys():
+        for key in {"recompute", "ac_graph_id"} - outer_region.keys():
             fx_traceback.current_meta.pop(key, None)
 
     def _reentrant(self, function: Callable[..., PyTree], _: bool, *args: PyTree) -> PyTree:
@@ -193,7 +193,7 @@ class Run:
         named |= self._fakes
         # Of tensors that share a storage, the first one's name counts: it is set last.
         owners = {x.untyped_storage()._cdata: name for name, x in reversed(named.items())}
-        needed = {name: x.requires_grad for name, x in named.items()}
+        required_grad = {name: x.requires_grad for name, x in named.items()}
         changed: list[tuple[str, str, object]] = []
 
         def run(*tensors: Tensor) -> PyTree:
@@ -201,20 +201,20 @@ class Run:
             changed.extend(self._state.changes())
             return out
 
-        generators = {message: state() for message, state in _GENERATORS.items()}
-        before_run = sys.getprofile()
+        generator_states = {message: state() for message, state in _GENERATORS.items()}
+        outer_profile = sys.getprofile()
         with restored(model) as before, self.mode:
             sys.setprofile(self._profile)
             try:
                 out = self._run(run, list(self._fakes.values()), {id(x): x for x in named.values()})
             finally:
-                sys.setprofile(before_run)
+                sys.setprofile(outer_profile)
             buffer_changes = replaced_buffers(before, self._line_of)
-        # The program would keep such a number as a constant.
+        # A random number drawn in forward would be a constant of the program.
         for message, state in _GENERATORS.items():
-            if state() != generators[message]:  # any draw of a random number changes it
+            if state() != generator_states[message]:
                 raise Unsupported(message)
-        self._refuse_acts(named, needed)
+        self._refuse_acts(named, required_grad)
         memories = tuple(_memory(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
         return memories, owners, [*self._changes(changed, buffer_changes), *prints(self.codes)]
 

@@ -48,17 +48,17 @@ def scan_loops(
         lengths: lengths of the sequences, in elements.
         decompositions: as for AOTAutograd.
     """
-    before: fx.Graph | None = None
+    original: fx.Graph | None = None
     count = 0
     while lengths and (loop := next(_loops(gm.graph, lengths, decompositions), None)) is not None:
-        before = before or _copy(gm.graph)
+        original = original or _copy(gm.graph)
         loop.rewrite(gm, f"loop_{count}")
         count += 1
-    if before is None:
+    if original is None:
         return None
     gm.graph.lint()
     gm.recompile()
-    return lambda: setattr(gm, "graph", before)
+    return lambda: setattr(gm, "graph", original)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -154,20 +154,20 @@ class _Order:
 
         The slices tell how far apart the steps are, but not at which call a step begins: all cuts are tried.
         """
-        # The calls in the place of ``last`` in the first segment and in the last.
-        keys, begin, end = self._keys, last - size * (steps - 1), last
+        # The call that is in the first segment what ``last`` is in the last, and the last call of all segments.
+        keys, counterpart, latest = self._keys, last - size * (steps - 1), last
         # The last segment may end later, as long as ops repeat at this distance.
-        while end + 1 < len(keys) and end + 1 < last + size and keys[end + 1] == keys[end + 1 - size]:
-            end += 1
-        if begin < 0 or any(keys[at] != keys[at + size] for at in range(begin, last - size + 1)):
+        while latest + 1 < len(keys) and latest + 1 < last + size and keys[latest + 1] == keys[latest + 1 - size]:
+            latest += 1
+        if counterpart < 0 or any(keys[at] != keys[at + size] for at in range(counterpart, last - size + 1)):
             return
         # The first segment may begin earlier, as long as ops repeat at the same distance.
-        first = begin
-        while first > 0 and begin - first < size and keys[first - 1] == keys[first - 1 + size]:
-            first -= 1
-        for stop in range(end + 1, last, -1):  # the end of the last segment
+        earliest = counterpart
+        while earliest > 0 and counterpart - earliest < size and keys[earliest - 1] == keys[earliest - 1 + size]:
+            earliest -= 1
+        for stop in range(latest + 1, last, -1):  # the end of the last segment
             start = stop - size * steps
-            if start >= first:
+            if start >= earliest:
                 yield [self.calls[at : at + size] for at in range(start, stop, size)]
 
 
@@ -283,16 +283,16 @@ class _Loop:
         # ``out[index] = value`` of the first segment, and [out, index, value] of the others.
         (out, index, value), *others = ([*call.args] for call in calls)
         # (segment, index in it) of the call that computes the value; it must be in the first segment.
-        number = self.number.get(value) if isinstance(value, fx.Node) else None
-        if number is None or number[0] or not isinstance(value_of(out), Tensor) or out in self.number:
+        computing = self.number.get(value) if isinstance(value, fx.Node) else None
+        if computing is None or computing[0] or not isinstance(value_of(out), Tensor) or out in self.number:
             return False
-        if not all(x[0] is out and self.number.get(x[2]) == (k, number[1]) for k, x in enumerate(others, 1)):
+        if not all(x[0] is out and self.number.get(x[2]) == (k, computing[1]) for k, x in enumerate(others, 1)):
             return False
         for series, first in indexed(out, index):
             # The number of the slice that each segment writes.
-            numbers = [first, *(dict(indexed(out, x[1])).get(series) for x in others)]
-            if numbers == [*range(series.count)] and series.count == len(self.segments) and not series.rest:
-                self.writes.append((series, number[1]))
+            slice_numbers = [first, *(dict(indexed(out, x[1])).get(series) for x in others)]
+            if slice_numbers == [*range(series.count)] and series.count == len(self.segments) and not series.rest:
+                self.writes.append((series, computing[1]))
                 # A scan stacks values as they are: they must have the shape of a slice, and not broadcast to it.
                 slot = list(value_of(out).shape)
                 slot[series.dim : series.dim + 1] = [] if series.size is None else [series.size]
@@ -408,9 +408,9 @@ class _Loop:
         for node, roles in zip(self.segments[0], self.roles, strict=True):
             if node.target is not operator.setitem:  # `rewrite` assigns the stacked values after the scan
                 # `node_copy` visits the operands in the order in which they got their roles.
-                left = iter(roles)
+                remaining_roles = iter(roles)
                 env[node] = graph.node_copy(
-                    node, lambda x, left=left: env[x] if (role := next(left)) is None else placeholders[role]
+                    node, lambda x, left=remaining_roles: env[x] if (role := next(left)) is None else placeholders[role]
                 )
         nodes = [env[self.segments[0][at]] for at in (*(at for at, _ in self.carries), *self.results)]
         # Results of a scan share no memory with each other or with operands.
@@ -440,7 +440,7 @@ class _Loop:
 
     def rewrite(self, gm: fx.GraphModule, name: str) -> None:
         """Replaces the segments in ``gm`` by a scan. The graph of the step becomes the attribute ``name`` of ``gm``."""
-        body, results, steps = self._body(), self.results, len(self.segments)
+        body, result_calls, steps = self._body(), self.results, len(self.segments)
         gm.add_submodule(name, fx.GraphModule({}, body))
         with gm.graph.inserting_before(self.start):
             step = gm.graph.get_attr(name)
@@ -453,15 +453,15 @@ class _Loop:
         results_of_scan = at.call(scan, step, carries, [at.series(series) for series in self.xs], rest)
         carried = [at.item(results_of_scan, number, value_of(x)) for number, (_, x) in enumerate(self.carries)]
         stacked = {}  # number of a call -> its values of all steps, stacked along dim 0
-        for number, result in enumerate(results, len(carried)):
-            value = value_of(self.segments[0][result])
+        for number, call_number in enumerate(result_calls, len(carried)):
+            value = value_of(self.segments[0][call_number])
             with value.fake_mode:
-                stacked[result] = at.item(results_of_scan, number, value.new_empty((steps, *value.shape)))
+                stacked[call_number] = at.item(results_of_scan, number, value.new_empty((steps, *value.shape)))
         for series, number in self.writes:
             at.write(series, stacked[number])
-        for collector, result in self.collected.items():
+        for collector, call_number in self.collected.items():
             at_collector = _At(gm.graph, collector)
-            collector.replace_all_uses_with(at_collector.collected(collector, stacked[result]))
+            collector.replace_all_uses_with(at_collector.collected(collector, stacked[call_number]))
             gm.graph.erase_node(collector)
         # The value of the last step alone: a scan returns that of a carry; of another result it is the last of all.
         finals = {number: value for (number, _), value in zip(self.carries, carried, strict=True)}

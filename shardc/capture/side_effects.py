@@ -139,7 +139,8 @@ def changes_recorded() -> Iterator[list[Change]]:
     """
     changes: list[Change] = []
     # Dynamo's methods for a set attribute, a changed list or dict, and a set closure variable.
-    store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
+    original_attr, original_mutation = SideEffects.store_attr, SideEffects.mutation
+    original_cell = SideEffects.store_cell
 
     def note(self: SideEffects, item: VariableTracker, name: str | None, value: VariableTracker) -> None:
         # Dynamo's source says where ``item`` comes from; what forward makes itself has none.
@@ -156,15 +157,15 @@ def changes_recorded() -> Iterator[list[Change]]:
             changes.append(Change(expression, attribute, value, user_frame(frames), owner, stored))
 
     def store_attr(self: SideEffects, item: VariableTracker, name: str, value: VariableTracker, *kind: Any) -> None:
-        store(self, item, name, value, *kind)
+        original_attr(self, item, name, value, *kind)
         note(self, item, name, value)
 
     def mutate(self: SideEffects, var: VariableTracker) -> None:
-        mutation(self, var)
+        original_mutation(self, var)
         note(self, var, None, var)
 
     def store_cell(self: SideEffects, cell: VariableTracker, value: VariableTracker) -> None:
-        set_cell(self, cell, value)
+        original_cell(self, cell, value)
         note(self, cell, "cell_contents", value)
 
     with (
@@ -198,22 +199,22 @@ def changed_reads(
         CaptureError: forward reads and changes an attribute or a global whose value may differ from call to call.
     """
     changes = list(changes)
-    # Expression -> its last value. Only attributes can be set for a second trace; items of a list cannot.
-    after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
-    constants = {name: value for name, value in after.items() if isinstance(value, _CONSTANTS)}
+    # Expression -> its latest value. Only attributes can be set for a second trace; items of a list cannot.
+    latest = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
+    constants = {name: value for name, value in latest.items() if isinstance(value, _CONSTANTS)}
     refused: CaptureError | None = None  # raised unless a second trace, with `constants` set, gives the same graph
     lookup, loaded = Lookup(model, loss, reads.scopes), None
-    seen = {read.expression for read in reads.entries}
+    read_expressions = {read.expression for read in reads.entries}
     # Attributes that code tests for presence (hasattr).
     presence_checks = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
     for change in changes:
-        if change.expression not in seen | presence_checks:
+        if change.expression not in read_expressions | presence_checks:
             continue  # it is not read, or only after this call has set it
         try:
             before, absent = lookup(parse(change.expression)), False  # `_PRESENT` if this is the second trace
         except _MISSING:
             before, absent = None, True
-        if before is _PRESENT or change.expression not in (presence_checks if absent else seen):
+        if before is _PRESENT or change.expression not in (presence_checks if absent else read_expressions):
             continue  # it is not read, or is there and stays there
         # A table that is filled from no input has the same value in each call.
         fills_table = before is None or isinstance(before, (dict, list, set))
@@ -236,14 +237,14 @@ def changed_reads(
     if refused is None:
         return reads
     second_reads = retrace(constants)
-    both = None if second_reads is None else reads.joined(second_reads)
-    if both is None:
+    joined = None if second_reads is None else reads.joined(second_reads)
+    if joined is None:
         raise refused
     # `sets`: constants that the first call sets in the user's model without an effect on the capture.
-    read = {entry.expression for entry in both.entries if entry.expression.startswith("model")} - {
+    read_of_model = {entry.expression for entry in joined.entries if entry.expression.startswith("model")} - {
         name for name, value in constants.items() if value is _PRESENT
     }
-    return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))
+    return replace(joined, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read_of_model)))
 
 
 def _variable(change: Change, lookup: Lookup) -> str:
@@ -296,10 +297,11 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
     """
     lookup = Lookup(model)
     places = [(lookup(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
-    # `places` stands for an attribute that is not there. A closure's cell has no ``__dict__``.
+    absent = object()  # stands for an attribute that is not there
+    # A closure's cell has no ``__dict__``.
     # As in the instance: an attribute of its class is not there, and is deleted in the end.
     before: list[Any] = [
-        vars(owner).get(name, places) if hasattr(owner, "__dict__") else getattr(owner, name, places)
+        vars(owner).get(name, absent) if hasattr(owner, "__dict__") else getattr(owner, name, absent)
         for owner, name, _ in places
     ]
     try:
@@ -308,7 +310,7 @@ def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
         yield
     finally:
         for (owner, name, _), value in zip(places, before, strict=True):
-            delattr(owner, name) if value is places else setattr(owner, name, value)
+            delattr(owner, name) if value is absent else setattr(owner, name, value)
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
@@ -402,7 +404,7 @@ def side_effects(
     that it replaces.
 
     Args:
-        messages: the warnings.
+        messages: Dynamo's warnings.
         model: a copy of the model, whose parameters and buffers may be overwritten.
         run: calls the model once on fake tensors.
         sets: the attributes that forward sets on its modules.
@@ -414,9 +416,9 @@ def side_effects(
     Raises:
         CaptureError: forward replaces a buffer by another tensor.
     """
-    changed = [ref for text in messages if "side effects" in text for ref in re.findall(r'"([^"]+)"', text)]
+    changed_refs = [ref for text in messages if "side effects" in text for ref in re.findall(r'"([^"]+)"', text)]
     texts: list[str | None] = []
-    if any("_buffers" in ref for ref in changed):  # in place, too: ``self.count += 1`` also sets the attribute
+    if any("_buffers" in ref for ref in changed_refs):  # in place, too: ``self.count += 1`` also sets the attribute
         with restored(model) as before:
             with torch.no_grad():
                 run()
@@ -424,8 +426,8 @@ def side_effects(
     # Numbers and other non-tensors that a module sets on itself need no warning: `changed_reads` checks them.
     model_changes = [change for change in sets if change.owner.startswith("model")]
     silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
-    changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
-    for ref in changed:
+    changed_refs = [ref for ref in changed_refs if ref.replace(MODEL, "model") not in silent]
+    for ref in changed_refs:
         if "_buffers" not in ref and "_parameters" not in ref:
             owner = ref.replace(MODEL, "model")
             texts.append(_change_text(ref, [x.name for x in model_changes if x.owner == owner and x.tensors]))

@@ -281,48 +281,49 @@ def trace(
     template = model  # the user's; what is traced is a copy of fake tensors
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
-    named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
-    inputs = tuple(name for name, _ in named)
+    tensor_inputs = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
+    inputs = tuple(name for name, _ in tensor_inputs)
     refuse_hooks(model)
     stored = {PREFIX + name: x.dtype for name, x in (*model.named_parameters(), *model.named_buffers())}
     uncast = dtypes.uncast(model)  # for errors: (text about a buffer that keeps its dtype, fix)
     # Every name of a parameter or buffer -> the first name of that tensor.
-    places = {PREFIX + name: PREFIX + first for name, first in first_places(model).items()}
+    first_param_names = {PREFIX + name: PREFIX + first for name, first in first_places(model).items()}
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
-    first_names = _first_names(root) | places  # before the trace: torch leaves other tensors in modules of two names
-    failed = partial(capture_error, model, loss=loss, inputs=named, uncast=uncast)
+    # Before the trace: torch leaves other tensors in modules of two names.
+    first_names = _first_names(root) | first_param_names
+    explain = partial(capture_error, model, loss=loss, inputs=tensor_inputs, uncast=uncast)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for context in _contexts(root, tags, dtypes):  # they cast, tag and replace what cannot be traced
             stack.enter_context(context)
         with mode:
-            fakes = [fake(name, x) for name, x in named]
+            fakes = [fake(name, x) for name, x in tensor_inputs]
         joint_of = partial(_joint_graph, stack, mode, fakes)
         traced: _ByDynamo | Run
         refused: CaptureError | None = None
         try:
-            traced = _ByDynamo(root, loss, fakes, inputs, places, lengths, joint_of)
+            traced = _ByDynamo(root, loss, fakes, inputs, first_param_names, lengths, joint_of)
         except ShardcError:
             raise
         except Exception as error:  # from Dynamo, torch's fake kernels or the model
             if not may_run(error):
-                raise failed(error) from error
-            refused = failed(error)
+                raise explain(error) from error
+            refused = explain(error)
         else:
             traced.check_side_effects([str(warning.message) for warning in caught], mode)
         # Outside of the handler: the model runs on fake tensors instead, new ones, as the failed trace may have changed
         # the first.
         if refused is not None:
             with mode:
-                fakes = [fake(name, x) for name, x in named]
+                fakes = [fake(name, x) for name, x in tensor_inputs]
             try:
                 traced = Run(root, template, loss, dict(zip(inputs, fakes, strict=True)), mode, joint_of)
             except ShardcError:
                 raise
             except Exception as error:
                 # An error without an explanation says less than the reason for which Dynamo refused the model.
-                raise (failed(error) if is_explained(error) else refused) from error
+                raise (explain(error) if is_explained(error) else refused) from error
             traced.warnings.insert(0, warn_of_unseen_reads(template, refused))
         # shardc's warnings from within the trace, which `catch_warnings` held back; torch's are dropped.
         of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
@@ -415,8 +416,8 @@ class _ByDynamo:
         self.mode: FakeTensorMode = traced.meta["fake_mode"]
 
     def check_side_effects(self, messages: Sequence[str], mode: FakeTensorMode) -> None:
-        """Fills `warnings` with what forward does besides computing its result. Dynamo's warnings ``messages`` tell of
-        changed attributes, runs of the model on fake tensors of ``mode`` of changed arguments, its code of prints.
+        """Fills `warnings` with the side effects of forward: changed attributes (from Dynamo's warnings ``messages``),
+        changed arguments (from runs of the model on fake tensors of ``mode``) and prints (from its code).
 
         Raises:
             CaptureError: forward replaces a buffer.
@@ -441,11 +442,11 @@ class _ByDynamo:
         if retrace is None or not torch.is_grad_enabled() or not reads.grad_mode:
             return reads
         without_grad = retrace({}, False)
-        both = None if without_grad is None else reads.joined(without_grad)
-        if both is None:
+        joined = None if without_grad is None else reads.joined(without_grad)
+        if joined is None:
             return reads
         # The graph is the same without gradients: one program is enough.
-        return replace(both, entries=tuple(read for read in both.entries if read != Read(GRAD_MODE)))
+        return replace(joined, entries=tuple(read for read in joined.entries if read != Read(GRAD_MODE)))
 
 
 def _retraced(
@@ -458,19 +459,19 @@ def _retraced(
     Args:
         with_gradients: False to trace in the grad mode that records none, if the first trace was in the other.
     """
-    grad = torch.is_grad_enabled()
-    same_mode = with_gradients or not grad  # whether this trace is in the grad mode of the first
-    with assigned(template, constants), torch.set_grad_enabled(grad and with_gradients), warnings.catch_warnings():
+    enabled = torch.is_grad_enabled()
+    same_mode = with_gradients or not enabled  # whether this trace is in the grad mode of the first
+    with assigned(template, constants), torch.set_grad_enabled(enabled and with_gradients), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first trace has issued these warnings
         try:
             # A trace in the other grad mode may need one more, with constants set. That one needs no further.
-            other = trace_again(retraces=not same_mode)
+            again = trace_again(retraces=not same_mode)
         except ShardcError:
             return None
     # Traces in different grad modes are compared by their forwards.
     numbers: dict[Hashable, int] = {}
-    first, second = (value_numbers(gm, numbers, same_mode) for gm in (other.graph, graph))
-    return other.reads if first == second else None
+    again_values, first_values = (value_numbers(gm, numbers, same_mode) for gm in (again.graph, graph))
+    return again.reads if again_values == first_values else None
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:
@@ -517,19 +518,19 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
 
     def fake(name: str, tensor: Tensor) -> Tensor:
         # ``name`` without its last part is the path of the tensor's module.
-        wanted, is_param = by_path.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
+        module_dtypes, is_param = by_path.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
         like = tensor.detach()
         with mode:
-            fake_tensor = fake_like(like, device, wanted.param if is_param else wanted.buffers)
+            fake_tensor = fake_like(like, device, module_dtypes.param if is_param else module_dtypes.buffers)
             return nn.Parameter(fake_tensor, requires_grad=tensor.requires_grad) if is_param else fake_tensor
 
     copy = clone_tree(model, fake)
 
     # Wrapper tensors are made again, around inner tensors that are fake by now.
     def outer(path: str, inner: InnerTensors) -> Tensor:
-        wanted = by_path.get(path, ModuleDtypes())
+        module_dtypes = by_path.get(path, ModuleDtypes())
         with mode:
-            return inner.outer(dtype=wanted.param if inner.is_param else wanted.buffers)
+            return inner.outer(dtype=module_dtypes.param if inner.is_param else module_dtypes.buffers)
 
     unflatten(copy, outer)
     # Tensors that are attributes of modules.

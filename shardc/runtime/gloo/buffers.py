@@ -73,8 +73,8 @@ class Arena:
         called when the tensor's storage is freed.
         """
         first, last = span = slot.offset, slot.offset + slot.size
-        # `_is_free` gets a copy: finalizers of other threads remove ranges meanwhile. `gone` removes from the list of
-        # this memory, although `reserve` may replace both before the tensor is freed.
+        # The list of this memory: `reserve` may replace memory and list before the tensor is freed. `_is_free` gets a
+        # copy of it, as finalizers of other threads remove ranges meanwhile.
         used = self._used
         if last > self.size or prod(shape) * dtype.itemsize > slot.size or not _is_free(span, used.copy()):
             return None

@@ -118,8 +118,8 @@ def exchange(
         places = [into(at, peer) for at in alone]
         messages += [group.recv([x], peer, _TAG) for x in (*places, *_shared_message(received, peer))]
     for peer in peers:
-        unpacked = [rows[at][peer] for at in alone]
-        messages += [group.send([x], peer, _TAG) for x in (*unpacked, *_shared_message(sent, peer))]
+        single_rows = [rows[at][peer] for at in alone]
+        messages += [group.send([x], peer, _TAG) for x in (*single_rows, *_shared_message(sent, peer))]
     return Mail(messages, packing, received, packs)
 
 
@@ -197,10 +197,10 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]  # of an average: the sum, divided at the wait
     reduced = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
     # Gloo's threads keep a tensor for a while after the wait, and would keep the arena's memory in use.
-    lent, returned = lend(flat)
+    lent, release = lend(flat)
 
     def finish() -> None:
-        returned()
+        release()
         if reduce_op == "avg":
             flat.div_(group.size())
 

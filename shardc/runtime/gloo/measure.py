@@ -127,7 +127,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     # The same bytes in one message to each peer and in many.
     single = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
     many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
-    message = max(many - single, 0.0) / ((_MANY - 1) * (ranks - 1))
+    message_seconds = max(many - single, 0.0) / ((_MANY - 1) * (ranks - 1))
 
     def host(call: Call, kind: str) -> float:
         """Returns the seconds of a small collective in which this thread computes."""
@@ -136,19 +136,19 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
 
     host_seconds = mean(host)
     # A collective of one small tensor sends one message to each peer.
-    call_seconds = max(host_seconds - message * (ranks - 1), 0.0)
+    call_seconds = max(host_seconds - message_seconds * (ranks - 1), 0.0)
     latency = max(
         mean(lambda call, kind: _after_compute(call, operands(kind, _SMALL), runs, group)) - host_seconds, 0.0
     )
     # The bandwidth is that of the additional bytes of a large message. By kind, the bytes of both sizes on the wire:
     sizes = {kind: [4 * wire_elements(kind, ranks, operands(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
              for kind in calls}  # fmt: skip
-    middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
-    large = mean(lambda call, kind: fastest(call, kind, _LARGE))
-    wire = sum(big - small for small, big in sizes.values()) / len(calls)
-    per_byte = max(large - middle, 1e-9) / wire
+    middle_seconds = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
+    large_seconds = mean(lambda call, kind: fastest(call, kind, _LARGE))
+    wire_bytes = sum(big - small for small, big in sizes.values()) / len(calls)
+    per_byte = max(large_seconds - middle_seconds, 1e-9) / wire_bytes
     slowdown = mean(lambda call, kind: _slowdown(call, operands(kind, _LARGE), runs, times, group))
-    return Sent(latency, call_seconds, message, 1 / per_byte, slowdown)
+    return Sent(latency, call_seconds, message_seconds, 1 / per_byte, slowdown)
 
 
 def _after_compute(call: Call, xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
@@ -198,9 +198,9 @@ def _slowdown(call: Call, xs: list[torch.Tensor], runs: int, times: int, group: 
         for result in results:
             c10d.wait_tensor(result)
 
-    half = -(-times // 2)  # these calls take longer
-    lost = _fastest(both, runs, group, half) - _fastest(compute, runs, group, half)
-    return min(max(lost / alone, 0.0), 0.95)
+    half_times = -(-times // 2)  # these calls take longer
+    delay = _fastest(both, runs, group, half_times) - _fastest(compute, runs, group, half_times)
+    return min(max(delay / alone, 0.0), 0.95)
 
 
 def measure_compute(runs: int = 10) -> tuple[float, float, float]:
@@ -214,27 +214,27 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
         square, tall, wide, long = next(products)
         square @ square, tall @ wide, long @ tall, wide @ long  # noqa: B018
 
-    counted = 2 * (512**3 + 3 * 512 * 256 * 768)  # FLOP of `multiply`: a multiplication and an addition per term
+    product_flop = 2 * (512**3 + 3 * 512 * 256 * 768)  # of `multiply`: a multiplication and an addition per term
     shape = torch.Size([4, 8, 128, 32])  # batch, heads, sequence, head dim
     operands = _in_turn(lambda: [torch.rand(shape) for _ in range(4)])
-    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    back: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    attend_forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    attend_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
     def attention() -> None:
         *heads, tangent = next(operands)
-        back(tangent, *heads, *attend(*heads, 0.0, True), 0.0, True)  # without dropout, causal
+        attend_backward(tangent, *heads, *attend_forward(*heads, 0.0, True), 0.0, True)  # without dropout, causal
 
     forward: Any = sdpa_flop_count
     backward: Any = sdpa_backward_flop_count
-    attended = forward(shape, shape, shape) + backward(shape, shape, shape, shape)
+    attention_flop = forward(shape, shape, shape) + backward(shape, shape, shape, shape)
     tensors, weight = _in_turn(lambda: [torch.rand(2048, 512) for _ in range(4)]), torch.rand(512)
     fused: Any = torch.compile(_elementwise, fullgraph=True, dynamic=False)
     # `_elementwise` reads 4 tensors and writes 3.
-    moved = 7 * next(tensors)[0].nbytes
+    moved_bytes = 7 * next(tensors)[0].nbytes
     return (
-        counted / statistics.median(_seconds_of_runs(multiply, 10 * runs)),
-        attended / statistics.median(_seconds_of_runs(attention, 10 * runs)),
-        moved / statistics.median(_seconds_of_runs(lambda: fused(*next(tensors), weight), 20 * runs)),
+        product_flop / statistics.median(_seconds_of_runs(multiply, 10 * runs)),
+        attention_flop / statistics.median(_seconds_of_runs(attention, 10 * runs)),
+        moved_bytes / statistics.median(_seconds_of_runs(lambda: fused(*next(tensors), weight), 20 * runs)),
     )
 
 
