@@ -295,13 +295,13 @@ class Border:
         for at, counter, before in changes:
             if counter._version == before:
                 continue
-            shared = self._shared[self.half(FORWARD)].get(at)
-            saved = shared.saved if shared is not None else frozenset()
-            # One device's backward reads its values (`read_by`), or this one does, as a saved value in its memory.
-            if used.intersection(self._aliasing[self.half(FORWARD)][at].read_by) or saved.intersection(
-                x.name for x in half.takes
-            ):
-                raise modified(self._index_of(self.half(FORWARD), at), counter, before)
+            forward = self.half(FORWARD)
+            read_on_one_device = used.intersection(self._aliasing[forward][at].read_by)
+            shared = self._shared[forward].get(at)
+            saved = shared.saved if shared is not None else frozenset()  # values in the memory of the output
+            read_here = saved.intersection(x.name for x in half.takes)
+            if read_on_one_device or read_here:
+                raise modified(self._index_of(forward, at), counter, before)
 
     def _same_memory(
         self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
@@ -353,8 +353,8 @@ class Border:
         """Returns output ``at`` such that the user may change it in place as on one device. The graph returned it in
         the memory of another tensor (``shared``).
 
-        It becomes a view of that tensor if it shares its memory on one device too, else a copy. Without a copy it
-        stays in the memory of a saved value if one device's backward reads it: a change is refused here as there.
+        It becomes a view of that tensor if it shares its memory on one device too, else a copy. No copy is needed where
+        only saved values share its memory and one device's backward reads it: a change is refused here as there.
         """
         half = self.half(FORWARD)
         out, base = outputs[at], self._aliased_tensor(half, at, shared, outputs, feed)

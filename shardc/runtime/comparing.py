@@ -139,8 +139,7 @@ class Comparisons:
                 gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
                 # A rank may also have ended after it arrived.
                 missing = next((rank for rank in gone if not store.check([f"{prefix}here/{rank}"])), None)
-            except RuntimeError as error:  # every store's error class is one
-                # The store does not answer.
+            except RuntimeError as error:  # the store does not answer
                 raise late_ranks(store, prefix, self.ranks, self.place) or error from error
             if missing is not None:
                 raise ended(self.place(missing), self.ranks)

@@ -150,7 +150,7 @@ class Sync:
         """
         if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
-        # At levels 2 and 3 no rank stores a full gradient, so all are reduced over shards.
+        # At FSDP levels 2 and 3 no rank stores a full gradient, so all are reduced over shards.
         whole = self.paused | frozenset(name for name in self.unsynced if self.levels[name] <= 1)
         return Deferred(whole=whole, scattered=self.over_shards.intersection(self.replicated) - whole)
 

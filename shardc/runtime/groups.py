@@ -425,7 +425,7 @@ def as_collective_error(
     node = collective_of(error, gm, segment)
     if node is None:
         return None
-    # The lowered graph has registered names, of which only those of graphs name the axes.
+    # The lowered graph has the name by which torch knows the group; its name in captured graphs tells the axes.
     name = next(key for key, value in groups.rename.items() if value == arguments_of(node)["group_name"])
     axes = group_axes(name, groups.mesh) or ()
     ranks, why = groups.ranks(axes), cause(node)

@@ -102,7 +102,8 @@ class Loops:
 
     def _value(self, port: Port, microbatch: int, saved: Mapping[str, Any], tangents: Mapping[int, Any]) -> Any:
         """Returns the argument ``port`` of a graph for ``microbatch``. It comes from ``saved`` (saved by the graph
-        before), the inputs, ``tangents`` (output index -> gradient), sums or kept results.
+        before), the inputs, ``tangents`` (output index -> gradient), sums, or results of earlier graphs (KEPT: of this
+        microbatch, KNOWN: the same in all).
         """
         role = port.role
         if port.name in saved:
@@ -192,6 +193,7 @@ class Microstep:
         if self.trains and program.loss is not None:
             ports = (port for half in program.step() for port in half.takes)  # also of loops before the forward
             like = next(port.example for port in ports if port.role.kind == "tangent")
+            # In a simulation, `everywhere` copies it to each rank.
             tangent = everywhere(torch.ones(like.shape, dtype=like.dtype, device=like.device))
             self._outputs = run_step(program, True, {program.loss: tangent})
             self._grads = _take_gradients(self._outputs)

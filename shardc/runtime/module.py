@@ -398,7 +398,7 @@ def _find_program(state: State, call: Arguments) -> Executable:
     """
     cache, signature = state.cache, state.cache.signature(call.args, call.kwargs)
     check_kinds(signature.names, call.leaves, values=True)
-    cache.mark(signature.names, call.args, call.kwargs)
+    cache.mark(signature.names, call.args, call.kwargs)  # dims that `torch._dynamo.mark_dynamic` marks
 
     def by_plan() -> PyTree:
         """Returns the examples at the global shapes that the plan implies for these local ones."""

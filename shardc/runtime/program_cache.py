@@ -230,7 +230,7 @@ class ProgramCache:
             needs_dumps: whether the graphs after each pass are needed, which a program from the store does not have.
         """
         call = self.signature(args, kwargs)
-        self.mark(call.names, args, kwargs)
+        self.mark(call.names, args, kwargs)  # dims that `torch._dynamo.mark_dynamic` marks
         evaluates = not torch.is_grad_enabled()
         # In training, a module with a loss must get the loss's arguments: without them there is nothing to train.
         if (

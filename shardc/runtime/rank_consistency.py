@@ -446,7 +446,9 @@ class RankConsistency:
         """Makes this rank raise because event ``number`` differs from that of another rank: in its next event, in the
         event in which it waits, or out of a running graph. ``other`` is (that rank, hash of its event).
         """
-        self._break_if_running(store)  # before the others read it: their connections to this rank close too
+        self._break_if_running(
+            store
+        )  # before others read the difference: aborting closes their connections to this rank
         self._set_error_of_difference(store, number, other)
         self._error_arrived.set()
         if self._waits_at not in (None, number):
@@ -469,7 +471,7 @@ class RankConsistency:
         """
         with self._lock:
             epoch = self.epoch
-            # Errors of an earlier epoch are over; of several in this one, the first counts.
+            # Its own message comes back to a rank. Errors of an earlier epoch are over; of several, the first counts.
             if rank == self.rank or number // _EVENTS_PER_EPOCH != epoch or self._failure is not None:
                 return
             self._failure = number, MeshError(text, source=source, fix=fix)
@@ -527,8 +529,10 @@ class RankConsistency:
         """
         with self._lock:
             # Whether this rank has begun that event, in this epoch.
-            came = number <= self.number and number // _EVENTS_PER_EPOCH == self.epoch and rank != self.rank
-            if not came or self._pending_error is not None or self._waits_at != number and not self.running:
+            came = number <= self.number and number // _EVENTS_PER_EPOCH == self.epoch
+            if rank == self.rank or not came:  # a rank gets its own message, too
+                return
+            if self._pending_error is not None or self._waits_at != number and not self.running:
                 return
             self._pending_error = MeshError(text, fix=fix)
             self._error_arrived.set()

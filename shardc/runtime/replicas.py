@@ -133,7 +133,8 @@ class Passed(NamedTuple):
         if isinstance(x, DTensor):  # its placements say how it is split
             placed = zip(layout.mesh.axes, x.placements, strict=True)
             return cls(x, tuple(axis for axis, placement in placed if not placement.is_replicate()), ())
-        return cls(x, tuple(dict.fromkeys((*rows, *layout.axes))), rows or layout.dim_axes(0) if layout.ndim else ())
+        row_axes = (rows or layout.dim_axes(0)) if layout.ndim else ()
+        return cls(x, tuple(dict.fromkeys((*rows, *layout.axes))), row_axes)
 
 
 def compare_inputs(

@@ -100,7 +100,7 @@ class StageLoops(Loops):
                     self._store_received(key, x)
         self.link.finish()
         results |= self._joined()
-        if training and self.absent is not None:  # gradients of parameters that other stages store
+        if training and self.absent is not None:  # without rows: gradients of what other stages store
             grads = program.stage_runs(True).grads.items()
             results |= {("grad", name): self.absent(like) for name, (rank, like) in grads if rank != self.rank}
 

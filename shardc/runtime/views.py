@@ -193,13 +193,14 @@ class _Search:
         roles = self.program.outputs
         self.nodes: list[Any] = [node for _, node in ir.outputs(self.half.graph)][: len(roles)]
         self.at_index = {role.index: at for at, role in enumerate(roles) if role.kind == "output"}
+        # How one device returns each output that is a tensor; of one that is returned twice (`same`), the first.
         returned = {at: self.program.returned[index] for index, at in self.at_index.items()}
         self.returned = {at: x for at, x in returned.items() if isinstance(self.outputs[at], Tensor) and x.same is None}
         self.takes = {(port.role.kind, port.role.name): at for at, port in enumerate(self.half.takes)}
         self.axes = {at: _axes(role.layout) for at, role in enumerate(roles)}
         self.views: dict[int, View] = {}
-        self.bases: list[Base] = []
-        self.copies: set[int] = set()
+        self.bases: list[Base] = []  # tensors of which several outputs are views
+        self.copies: set[int] = set()  # outputs that share memory on one device and are no views here
 
     def views_and_bases(self) -> Views:
         """Runs the search: sorts the outputs by whose memory they are in on one device (another output's, an
@@ -247,7 +248,7 @@ class _Search:
         else:
             self.copies.add(at)
 
-    def _add_view_of_argument(self, at: int, output: Returned, name: str) -> None:
+    def _add_view_of_argument(self, at: int, aliasing: Returned, name: str) -> None:
         """Adds output ``at``, which on one device is a view of the input, buffer, parameter or constant ``name``."""
         kind = next((kind for kind in ("input", "buffer", "param") if (kind, name) in self.takes), "constant")
         if kind in ("input", "buffer"):
@@ -255,7 +256,7 @@ class _Search:
             fits = kind == "buffer" or self.axes[at] == _axes(dict(self.program.inputs)[name])
             detached = at not in self.differentiable
             self._add_view(at, self.takes[kind, name], from_feed=True, detached=detached, fits=fits)
-        elif kind == "constant" or self.dtensors or output.itself:
+        elif kind == "constant" or self.dtensors or aliasing.itself:
             self.copies.add(at)
         # A view of a parameter stays as the graph returns it, if it is in the parameter's memory.
         elif memory_of(self.feed[self.takes[kind, name]]) != memory_of(self.outputs[at]):
@@ -267,9 +268,11 @@ class _Search:
         """
         if len(group) == 1:
             (at,) = group
-            # As DTensors, only views that torch refuses to change in place (`Returned.part`) are made again.
-            if self.returned[at].part if self.dtensors else self.returned[at].view:
-                self.views[at] = View(at, source=at, from_feed=False, ops=(), output=self.returned[at])
+            aliasing = self.returned[at]
+            # As DTensors, only views that torch refuses to change in place (`part`) are made again.
+            is_made_again = aliasing.part if self.dtensors else aliasing.view
+            if is_made_again:
+                self.views[at] = View(at, source=at, from_feed=False, ops=(), output=aliasing)
             return
         fits = len({self.axes[at] for at in group}) == 1 and not self.dtensors
         base = self._base(group) if fits else None
