@@ -170,8 +170,8 @@ class VerifyHalf(Hook):
         # The same ops in another order have the same fingerprints.
         elif not self.state.computes(last):
             self.prints = fingerprints(gm.graph, replaced=self.replaced)
-            if (other := same(self.values, of_outputs(gm.graph, self.prints))) is not None:
-                raise broken(subject, stage, ir.output_node(gm.graph), other)
+            if (difference := same(self.values, of_outputs(gm.graph, self.prints))) is not None:
+                raise broken(subject, stage, ir.output_node(gm.graph), difference)
         # Where other ops now compute a collective, later checks take the fingerprint of the collective itself.
         if stage == ALGORITHMS and self.prints is not None:
             self.replaced = reimplemented(gm.graph, self.prints, self.replaced)
@@ -247,7 +247,7 @@ def check_waits(subject: Subject) -> Broken:
     """
     nodes, place, graph = subject.nodes, subject.place, subject.gm.graph
     leaves = leaving(graph)  # nodes that only carry results of collectives to the output
-    starts = [place[node] for node in subject.calls if collective_kind(node) is not None]
+    start_places = [place[node] for node in subject.calls if collective_kind(node) is not None]
     last_compute = max((place[node] for node in subject.calls if _computes(node) and node not in leaves), default=0)
     sent_on = before_other_starts(leaves)
     for wait in subject.calls:
@@ -256,16 +256,14 @@ def check_waits(subject: Subject) -> Broken:
             continue
         if wait not in leaves:
             first_use = min(map(place.__getitem__, wait.users), default=0)
-            blocking = _first_compute(graph, nodes[place[wait] + 1 : first_use])
+            behind = nodes[place[wait] + 1 : first_use]
         elif start in leaves:  # a second reduction, which starts when the first is done
             continue
-        # No collective starts between its start and its wait, though compute follows that it could overlap with.
-        elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last_compute > place[wait]:
-            behind = [node for node in nodes[place[wait] + 1 : last_compute + 1] if node not in leaves]
-            blocking = _first_compute(graph, behind)
+        elif bisect_right(start_places, place[start]) != bisect_right(start_places, place[wait]):
+            continue  # late enough: another collective starts between its start and its wait
         else:
-            continue
-        if blocking is not None:
+            behind = [node for node in nodes[place[wait] + 1 : last_compute + 1] if node not in leaves]
+        if (blocking := _first_compute(graph, behind)) is not None:
             yield (
                 wait,
                 f"it is waited for in front of {grammar.name_text(ir.info(blocking).name)}, which does not need it",

@@ -39,22 +39,25 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
         RuleError: a pending reduction in an argument.
     """
     region = _region(node)
-    value = ir.info(node).value
-    values = [ir.value(x) for x in operands_of(node)]  # of the arguments; a gradient has tangents behind them
+    operand_values = [ir.value(x) for x in operands_of(node)]  # of the arguments; a gradient has tangents behind them
     count = len(region.inputs)
-    arguments = tuple(_layout(region, "in", at, spec, mesh, values[at]) for at, spec in enumerate(region.inputs))
+    arguments = tuple(
+        _layout(region, "in", at, spec, mesh, operand_values[at]) for at, spec in enumerate(region.inputs)
+    )
     for at, layout in enumerate(arguments):
         if layout.partial:
             fix = "take the argument whole, or split; the reduction is then done before the region"
             raise _error(region, f"in_layouts[{at}] is {layout}, with a pending reduction", fix)
     if node.target is CALL:
-        assert isinstance(value, tuple)
-        return Strategy(arguments, _result_layouts(region, mesh, value))
-    floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]  # only these have one
-    tangents = _tangents(region, mesh, values[count:])
-    sums = tuple(arguments[at].with_partial(_replicating_axes(arguments[at])) for at in floating)
+        results = ir.info(node).value
+        assert isinstance(results, tuple)
+        return Strategy(arguments, _result_layouts(region, mesh, results))
+    # Only floating-point arguments have a gradient.
+    floating = [at for at, value in enumerate(operand_values[:count]) if value.dtype.is_floating_point]
+    tangents = _tangents(region, mesh, operand_values[count:])
+    gradients = tuple(arguments[at].with_partial(_replicating_axes(arguments[at])) for at in floating)
     # The tangent of a result with a pending sum is the same for each term.
-    return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
+    return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), gradients)
 
 
 def _result_layouts(region: Region, mesh: Mesh, values: Sequence[Value | None]) -> tuple[Layout, ...]:

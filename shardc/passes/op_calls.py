@@ -274,8 +274,9 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
     over_axes = tuple(sorted(sent, key=mesh.order))
     if spec.routed.moving:  # keys go to the queries
         part = sum(operands[at].local_numel * work.dtypes[at].itemsize for at in spec.routed.moving)
-        trips, around = spec.routed.trips, spec.routed.around
-        return computed + trips * passing_seconds(mesh, over_axes, part, computed / trips if around else None, cost)
+        trips = spec.routed.trips  # how often they are sent
+        overlapped = computed / trips if spec.routed.around else None  # in a ring; else they are gathered first
+        return computed + trips * passing_seconds(mesh, over_axes, part, overlapped, cost)
     # Tokens go to the experts. ``elements`` counts those of a row there and back together: half of them go each way.
     wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
     return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)

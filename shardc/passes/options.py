@@ -130,7 +130,7 @@ class Options:
             return cast(int, self.max_in_flight)
         if isinstance(self.bucket_size, Hardware):
             return int(self.bucket_size.memory / 64)
-        # Without a limit on a bucket, none in flight; else two buckets.
+        # No limit if the size of a bucket has none (below 0); else two buckets, at least 16 MiB.
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def silent(self) -> frozenset[str] | None:

@@ -295,12 +295,12 @@ def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
         return 0.0  # padded experts get no rows
     if factor in spec.in_turn:
         return 0.0  # there are no steps for it
-    plain = PLAIN.get(call.name.rpartition(".")[0])  # by the op's name without its overload
-    if plain is None and dict(spec.reduce).get(factor) == "sum":
+    identity = PLAIN.get(call.name.rpartition(".")[0])  # by the op's name without its overload
+    if identity is None and dict(spec.reduce).get(factor) == "sum":
         having = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}
         # A group of one: the op is linear in this operand by itself. Where that is zero, so is the term.
         return 0.0 if any(len(group) == 1 and group <= having for group in spec.linear) else None
-    return plain
+    return identity
 
 
 # A kernel accepts the strides that were traced. A shard may have others: ops that do not accept any strides

@@ -142,26 +142,26 @@ class Unfold:
         self.names = Names(run, keep)
         scan = _Unfolding(self.names, joint, _phases(joint))  # locates what repeats
         by_phase = [{x for x in body.whole if scan.copyable(body, x)} for body in scan.bodies if body.nodes]
-        blocks = set.intersection(*by_phase)
-        if not blocks:
+        copyable_blocks = set.intersection(*by_phase)
+        if not copyable_blocks:
             raise NotPeriodic("no block equals the one before it in both forward and backward")
-        # Far from both ends: in the halves, the first and last blocks may differ more than in the joint graph.
-        self.names.last = min(sorted(blocks), key=lambda block: abs(block - (keep - 1) // 2))
+        # To copy, a block far from both ends: the first and last may differ more in the halves than in the joint graph.
+        self.names.last = min(sorted(copyable_blocks), key=lambda block: abs(block - (keep - 1) // 2))
         ops = {place: node for node, place in scan.places.items() if node.op != "placeholder"}
-        regions: set[int] = set()  # by how much numbers of checkpoint regions increase from block to block
+        steps: set[int] = set()  # by how much numbers of checkpoint regions increase from block to block
         for body in scan.bodies:
             inner = [(node, scan.places[node]) for node in body.nodes[body.start : body.end]]
-            # (op, its counterpart one period later, number of its block)
-            pairs = [(x, y, p.block) for x, p in inner if (y := ops.get(Place(p.key, p.block + body.step)))]
-            self.names.learn([(ir.info(x).name, ir.info(y).name, block) for x, y, block in pairs], body.step)
+            # (op, its counterpart one period later, number of the op's block)
+            pairs = [(op, twin, at.block) for op, at in inner if (twin := ops.get(Place(at.key, at.block + body.step)))]
+            self.names.learn([(ir.info(op).name, ir.info(twin).name, block) for op, twin, block in pairs], body.step)
             if body.step > 0:
-                inside = [(x, y) for x, y, block in pairs if 0 <= block < keep - 1]  # others are around the run
-                of_pairs = ((ir.info(x).origin.region, ir.info(y).origin.region) for x, y in inside)
-                regions |= {later - early for early, later in of_pairs if early or later}  # 0: in no region
-        if len(regions) > 1:
+                inside = [(op, twin) for op, twin, block in pairs if 0 <= block < keep - 1]  # others: around the run
+                of_pairs = ((ir.info(op).origin.region, ir.info(twin).origin.region) for op, twin in inside)
+                steps |= {later - early for early, later in of_pairs if early or later}  # 0: in no region
+        if len(steps) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
-        self.names.regions = max(regions, default=0)
-        self.block_names = frozenset(ir.info(x).name for p, x in ops.items() if p.block == self.names.last)
+        self.names.regions = max(steps, default=0)
+        self.block_names = frozenset(ir.info(op).name for at, op in ops.items() if at.block == self.names.last)
 
     def repeats(self, name: str) -> bool:
         """Returns whether the node ``name``, of the localized graph or of an earlier stage, is in the block to copy."""
@@ -260,7 +260,7 @@ class _Unfolding:
         self.position = {node: (body, at) for body in bodies for at, node in enumerate(body.nodes)}
         for body in bodies:
             self._locate_periods(body)
-        self.at = {place: node for node, place in self.places.items()}
+        self.node_at = {place: node for node, place in self.places.items()}
         self.env: dict[tuple[fx.Node, int], fx.Node] = {}
         self.meta: dict[fx.Node, dict[str, Any]] = {}  # captured node -> the meta of all its copies
         self.new = fx.Graph()
@@ -378,15 +378,14 @@ class _Unfolding:
     def _shift(self, item: fx.Node | tuple[Role, Argument], block: int | None) -> int:
         """Returns by how many blocks an uncopied item moves: all inserted blocks if they stand before it, else 0."""
         node = item if isinstance(item, fx.Node) else item[1]  # an output is (role, node)
-        if block is None and isinstance(node, fx.Node):
+        if block is None and isinstance(node, fx.Node) and (block := self._block(node)) is None:
             body, at = self.position.get(node, (None, 0))
-            if (block := self._block(node)) is None and body is not None and body.whole:
+            if body is not None and body.whole:
                 # Backward runs from the last block to the first: what precedes the blocks there belongs behind them.
                 return self.missing if (at >= body.end) == (body.step > 0) else 0
-            if block is None:
-                block = self.names.block_of(ir.info(node).name)
-                if block is None and any(x in self.places for x in node.all_input_nodes):
-                    raise NotPeriodic(f"{ir.info(node).name} belongs to no block and reads a block's result")
+            block = self.names.block_of(ir.info(node).name)
+            if block is None and any(x in self.places for x in node.all_input_nodes):
+                raise NotPeriodic(f"{ir.info(node).name} belongs to no block and reads a block's result")
         return self.missing if block is not None and block > self.names.last else 0
 
     def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
@@ -395,7 +394,7 @@ class _Unfolding:
             return self.env[node, self._shift(node, None)]
         block = place.block + shift  # in the whole model
         moved = min(max(block - self.names.last, 0), self.missing)  # by how much that block is shifted
-        captured = self.at.get(Place(place.key, block - moved))
+        captured = self.node_at.get(Place(place.key, block - moved))
         counterpart = None if captured is None else self.env.get((captured, moved))
         if counterpart is None:
             raise NotPeriodic(f"{ir.info(node).name} has no counterpart in block {block}")
@@ -506,10 +505,10 @@ class Names:
             stride = second - first
             # The first number behind the copies: of the next block, or in reverse of the copied block itself.
             first_after = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
-            learned = self._families.get(family, (stride, first_after, step))
-            if stride <= 0 or learned[0] != stride:
+            stride_before, least, _ = self._families.get(family, (stride, first_after, step))
+            if stride <= 0 or stride_before != stride:
                 raise NotPeriodic(f"{early} and {late} do not count on evenly")
-            self._families[family] = (stride, min(learned[1], first_after), step)
+            self._families[family] = (stride, min(least, first_after), step)
 
     def renamed(self, record: Info, shift: int, placed: bool) -> Info:
         """Returns the record of a node that is copied from the node of ``record``, ``shift`` blocks later; ``placed``:

@@ -69,7 +69,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     x, weight, *params = inputs  # tokens, routing weights, parameters of all experts
     entered = _entered_values(start, len(inputs))
     forward = _between([rows], set(entered.values()), end)
-    # Gradients of rows, scale and parameters of one expert.
+    # Gradients of rows, routing weights and parameters of one expert.
     results: list[object] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)

@@ -121,11 +121,11 @@ class _Sweep:
             self._decide(node, Strategy(whole, whole_results))
             return
         pins = tuple(x in self.pinned for x in operands)
-        have = tuple(self._layouts_at_no_cost(x) for x in operands)
+        reachable = tuple(self._layouts_at_no_cost(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
         # An op on the way to a parameter's gradient is also priced by the reduction of that gradient at the end.
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
-        options = priced(spec, layouts, have, pins, Work.of(call), grad, self.cost)
+        options = priced(spec, layouts, reachable, pins, Work.of(call), grad, self.cost)
         _, chosen = min(options, key=itemgetter(0))  # on a tie the first
         self._decide(node, chosen)
         if node.target in function_ops.OPS.values():  # cond, scan, while_loop
@@ -292,10 +292,10 @@ class _Sweep:
             saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # its uses do not reshard
             saved += compute_seconds(spec, now, work, self.cost)
             saved -= compute_seconds(spec, sliced, work, self.cost)
-            others = self._changes_of_users(node, target)
-            if others is not None and sum(price for _, _, price in others) <= saved:
+            user_changes = self._changes_of_users(node, target)
+            if user_changes is not None and sum(price for _, _, price in user_changes) <= saved:
                 self._decide(node, sliced)
-                for user, strategy, _ in others:
+                for user, strategy, _ in user_changes:
                     self._decide(user, strategy)
 
     def _wanted_slice(self, node: fx.Node) -> Layout | None:
@@ -388,8 +388,8 @@ def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Nod
         for role, node in ir.outputs(graph)
         if role.kind == "grad" and isinstance(node, fx.Node)
     }
-    out: dict[fx.Node, Layout | None] = {}
-    # From the outputs back: a node is in ``out`` if its only user is.
+    targets: dict[fx.Node, Layout | None] = {}
+    # From the outputs back: a node is in ``targets`` if its only user is.
     for node in reversed(graph.nodes):
         if node.op != "call_function" or len(node.users) != 1 or not ir.is_tensor(node):
             continue
@@ -397,17 +397,17 @@ def _grad_targets(graph: fx.Graph, compute: Mapping[str, Layout]) -> dict[fx.Nod
         if user.op == "output":
             if node in grads:
                 target = grads[node]
-                out[node] = target if target is not None and target.shape == ir.value(node).shape else None
-        elif user.target is ops.pad and user in out:
+                targets[node] = target if target is not None and target.shape == ir.value(node).shape else None
+        elif user.target is ops.pad and user in targets:
             # The compute layout has the parameter's own shape, as the gradient has before it is padded.
-            out[node] = grads[_last_before_output(user)]
-        elif user in out and hasattr(user.target, "_schema"):
+            targets[node] = grads[_last_before_output(user)]
+        elif user in targets and hasattr(user.target, "_schema"):
             spec = spec_of(call_of(user))
             positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)
             # Only a linear op passes on a partial sum, so that the reduction can wait until the gradient is complete.
             if spec is None or not (any(positions <= s for s in spec.linear) or carries(spec, "sum", positions)):
                 continue
-            target = out[user]
+            target = targets[user]
             back = None if target is None else from_results(spec, target)
-            out[node] = None if back is None else back.operands[min(positions)]
-    return out
+            targets[node] = None if back is None else back.operands[min(positions)]
+    return targets

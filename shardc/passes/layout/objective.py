@@ -51,11 +51,11 @@ class Objective:
         # Along an axis that splits an output, each tangent is split or partial, and ranks have different losses.
         # Along other axes they share one loss.
         axes = {axis for node in tangents for axis in (*ir.layout(node).bound, *dict(ir.layout(node).partial))}
-        losses = [axis for axis in self.batch_axes if axis in axes and self.own_losses]
+        loss_axes = [axis for axis in self.batch_axes if axis in axes and self.own_losses]
         for tangent in tangents:
             layout = ir.layout(tangent)
             # A tangent is the gradient of this rank's own loss, which is one of so many terms of the mean.
-            over = [axis for axis in losses if axis in layout.bound] if self.reduce == "mean" else []
+            over = [axis for axis in loss_axes if axis in layout.bound] if self.reduce == "mean" else []
             scale = self.grad_scale / _size(layout, over)
             if scale == 1.0 or not tangent.users:
                 continue
@@ -72,7 +72,7 @@ class Objective:
             """
             if role.kind != "grad" or role.name not in input_layouts:
                 return node
-            scale = unit(input_layouts[role.name], losses, self.reduce) / self.grad_scale
+            scale = unit(input_layouts[role.name], loss_axes, self.reduce) / self.grad_scale
             return node if scale == 1.0 else self._scaled(rewriter, output, node, scale)
 
         ir.change_outputs(graph, scaled_back)

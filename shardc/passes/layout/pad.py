@@ -82,10 +82,9 @@ class Pad:
     requires = ("seed",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        tags = (node for node in gm.graph.nodes if node.target is ops.tag)  # markers of named activations
-        nothing = not self.inputs and not self.params
-        # Its shape twice: nothing is padded so far.
-        if nothing and all(self.grow(t.kwargs["name"], *[ir.value(t).shape] * 2) is None for t in tags):
+        activations = ((x.kwargs["name"], ir.value(x).shape) for x in gm.graph.nodes if x.target is ops.tag)
+        # `grow` takes the true and the padded shape, which are the same so far.
+        if not (self.inputs or self.params) and all(self.grow(name, s, s) is None for name, s in activations):
             return gm
         return LazyGraphModule(gm, _Padder(self, gm.graph).run())
 
@@ -135,9 +134,8 @@ class _Padder(PaddedValues):
         """Returns a copy of the op ``node`` that reads unpadded operands."""
         copy = self.graph.node_copy(node, self.without_padding)
         with self.graph.inserting_before(copy):
-            copy.args, copy.kwargs = self.with_strides(
-                copy.target, copy.args, copy.kwargs
-            )  # unpadded operands are slices
+            # Unpadded operands are slices, whose strides the kernel may not accept.
+            copy.args, copy.kwargs = self.with_strides(copy.target, copy.args, copy.kwargs)
         return copy
 
     def _inputs(self) -> None:
@@ -401,8 +399,8 @@ def _obstacle(call: Call, spec: Spec, factor: str, runs: Runs) -> str | None:
     # Several runs: padding lies between elements, and moves those behind it.
     if factor in spec.indexed and len(runs) > 1:
         return "its elements are found by their place"
-    # Padding of a factor that shares a dim with another one would lie between true elements.
-    # With another factor the padding must not mix; and each result has the factor, or the op ignores the padding.
+    # Padding of a factor that shares a dim with another one lies between true elements, which only reshapes take.
+    # And each result has the factor, or the op ignores the padding.
     alone = call.target in RESHAPES or _never_joined(spec, factor)
     ignored = spec.carried_by_all(factor) or reduction_identity(call, spec, factor) is not None
     return None if alone and ignored else "no filling is known that the op ignores"

@@ -135,12 +135,14 @@ def readings(node: fx.Node, dim: int) -> Iterator[Reading]:
             now = replace(now, source=operand)
         elif (piece := sliced(source)) is not None and piece[0] == now.dim:
             # Element i of the slice is element i + begin of its operand.
-            now = replace(now, source=source.args[0], by=now.by - piece[1])
+            _, begin, _ = piece
+            now = replace(now, source=source.args[0], by=now.by - begin)
         elif (inner := zeros_around(source)) is not None and inner[1] == now.dim:
             # Element i of the padded value is element i - before of its operand; outside of the operand it is zero.
-            by = now.by + inner[2]
-            end = min(now.end, by + ir.value(inner[0]).shape[now.dim])
-            now = replace(now, source=inner[0], by=by, begin=max(now.begin, by), end=end)
+            operand, _, before = inner
+            by = now.by + before
+            end = min(now.end, by + ir.value(operand).shape[now.dim])
+            now = replace(now, source=operand, by=by, begin=max(now.begin, by), end=end)
         else:
             return
 

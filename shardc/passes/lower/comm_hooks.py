@@ -126,15 +126,15 @@ def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """Finds the reductions of gradients, and the nodes between them and the output. Returns node -> names of the
     parameters whose gradients it leads to.
     """
-    out = leaving(graph)  # nodes that only carry results of collectives to the output
+    carriers = leaving(graph)  # nodes that only carry results of collectives to the output
     names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):  # names go from a gradient up to its operands
         if node.op == "output":
             for role, x in ir.outputs(graph):
                 if role.kind == "grad" and isinstance(x, fx.Node):
                     names[x] = names.get(x, frozenset()) | {role.name}
-        elif node in names and (node in out or node.target in REDUCE):
+        elif node in names and (node in carriers or node.target in REDUCE):
             for x in node.all_input_nodes:
-                if x in out or x.target in REDUCE:
+                if x in carriers or x.target in REDUCE:
                     names[x] = names.get(x, frozenset()) | names[node]
     return names

@@ -157,8 +157,7 @@ def send_once(graph: fx.Graph) -> None:
     no outputs.
 
     The partitioner merges equal ops (such as the gradients of two biases of one sum), but neither their waits nor the
-    ops that read these. Views and casts are merged, too, since equal
-    collectives may read equal ones.
+    ops that read these. Views and casts are merged, too, since equal collectives may read equal ones.
     """
     seen: dict[tuple[object, str, str], fx.Node] = {}
     rewriter = GraphRewriter(graph)

@@ -91,8 +91,8 @@ class Schedule:
         sink_to_first_use(graph, free, priority)  # with a gather, what it reads
         fetches = [node for node in starts if node in free]
         # Their uses are their waits, which stand right before a gather now.
-        awaited = {node: min((priority[wait] for wait in waits_of(node)), default=inf) for node in fetches}
-        self._prefetch(fetches, awaited, priority, first=-2.0)
+        wait_positions = {node: min((priority[wait] for wait in waits_of(node)), default=inf) for node in fetches}
+        self._prefetch(fetches, wait_positions, priority, first=-2.0)
         sink_to_first_use(graph, free.difference(fetches), priority)
         _place_final_waits(graph, collectives, free, priority, self.max_in_flight)
         _place_final_waits(graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
@@ -260,16 +260,18 @@ def _place_final_waits(
     awaited = [node for node in awaited if lead_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
     # First reductions before second ones, whose starts move with the waits of the first ones.
     for turn in sorted({reductions_before.get(node, 0) for node in awaited}):
-        drained = sorted((node for node in awaited if reductions_before.get(node, 0) == turn), key=priority.__getitem__)
-        bytes_before = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first n, by n
-        for at, node in enumerate(drained):
+        same_turn = sorted(
+            (node for node in awaited if reductions_before.get(node, 0) == turn), key=priority.__getitem__
+        )
+        bytes_before = [0, *accumulate(result_bytes(node) for node in same_turn)]  # bytes of the first n, by n
+        for at, node in enumerate(same_turn):
             # Wait behind the start of the collective number ``later`` or, if there is none, at the position ``end``.
-            later, end = len(drained), float(len(graph.nodes) + turn)
+            later, end = len(same_turn), float(len(graph.nodes) + turn)
             if lead_on.issuperset(tails[node]):  # its next reduction should start soon
                 later, end = at + 1, end - 0.5
             elif limit >= 0:  # the first one with which the bytes in flight, from this one on, exceed the limit
                 later = max(at + 1, bisect_right(bytes_before, bytes_before[at] + limit) - 1)
-            place = priority[drained[later]] + 0.1 if later < len(drained) else end
+            place = priority[same_turn[later]] + 0.1 if later < len(same_turn) else end
             # What follows the wait on the way to the output moves with it: casts, views, a next reduction.
             work = list(tails[node])
             while work:

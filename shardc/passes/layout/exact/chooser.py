@@ -98,6 +98,7 @@ class LayoutProblem:
     like: LayoutProblem | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        """Builds variables and costs. Takes over from ``like``, a problem of the same graph, what does not differ."""
         self.mesh, self.cost = self.problem.mesh, self.problem.cost
         self.builder = Builder(self.cost)  # collects variables and costs
         self.options: dict[fx.Node, tuple[Strategy, ...]] = {}
@@ -427,9 +428,9 @@ class OpenLayoutProblem(LayoutProblem):
         for node in (*self.storages, *self.rows):
             del self.outside.fixed[node]
         # A gradient has to arrive in the storage layout of its parameter, which is open itself (`_extra_uses`).
-        of = {ir.info(node).name: node for node in self.storages}
-        grads = [(role.name, node) for role, node in ir.outputs(self.graph) if role.kind == "grad"]
-        self.param_of = {node: of[name] for name, node in grads if name in of and isinstance(node, fx.Node)}
+        open_params = {ir.info(node).name: node for node in self.storages}
+        grads = [(x, role.name) for role, x in ir.outputs(self.graph) if role.kind == "grad" and isinstance(x, fx.Node)]
+        self.param_of = {grad: open_params[name] for grad, name in grads if name in open_params}
         for grad in self.param_of:
             del self.outside.wanted[grad]
         # Its labels are the choices of batch axes, which inputs and outputs have in common (`_finish`).

@@ -199,14 +199,14 @@ def _shared_reshards(
     for needs in uses:
         count[sorted({column[x] for x in needs})] += 1
     worth = moves & (count > 1)
-    most = min(len(uses) // 2, 2)
+    most_shared = min(len(uses) // 2, 2)
     rows: list[int] = []
     shared: list[list[int]] = []
     for row in range(len(worth)):
         columns = np.nonzero(worth[row])[0].tolist()
         # Pairs of shared layouts only as long as they do not make too many labels.
-        few = most if len(worth) * len(columns) ** 2 < 2 * SHARED else min(most, 1)
-        for size in range(few + 1):  # 0: the label that shares nothing
+        most_in_row = most_shared if len(worth) * len(columns) ** 2 < 2 * SHARED else min(most_shared, 1)
+        for size in range(most_in_row + 1):  # 0: the label that shares nothing
             for some in combinations(columns, size):
                 rows.append(row)
                 shared.append(list(some))
