@@ -252,9 +252,9 @@ def may_run(error: Exception) -> bool:
     # Errors of the model itself, of its result, of values or of kernels would be the same in such a run.
     if not isinstance(error, TorchDynamoException) or re.search(rf"{LOSS_GAVE}|Found <class", text):
         return False
-    if "ata-dependent" in text or any(re.search(form, text, re.DOTALL) for form in _KERNEL_ERRORS):
+    if "ata-dependent" in text or any(re.search(pattern, text, re.DOTALL) for pattern in _KERNEL_ERRORS):
         return False
-    refusal = next((form for form in REFUSALS if re.search(form, text)), None)
+    refusal = next((pattern for pattern in REFUSALS if re.search(pattern, text)), None)
     return refusal is None or refusal in _RUNS
 
 
@@ -278,17 +278,17 @@ def capture_error(
         return of_result
     frames_of = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     line = user_frame(frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in frames_of])
-    for form in _KERNEL_ERRORS:
-        if failed := re.search(form, text, re.DOTALL):
-            cause, fix = uncast if "dtype" in failed[2] else ("", "")  # failed: (op, reason)
-            failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
+    for pattern in _KERNEL_ERRORS:
+        if kernel_error := re.search(pattern, text, re.DOTALL):
+            cause, fix = uncast if "dtype" in kernel_error[2] else ("", "")  # groups: op, reason
+            failure = f"{kernel_error[1]} says: {kernel_error[2]}{cause and '; '}{cause}"
             return error_at(line, f"{name} does not run on {_inputs_text(inputs)}: {failure}", fix or _FIX_INPUTS)
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are: adds to the fix
-    for form, (what, fix) in REFUSALS.items():
-        if re.search(form, text):
-            fix += _FIX_EXPERTS if stacked and ("_local_scalar_dense" in form or form == _SELECTS) else ""
+    for pattern, (what, fix) in REFUSALS.items():
+        if re.search(pattern, text):
+            fix += _FIX_EXPERTS if stacked and ("_local_scalar_dense" in pattern or pattern == _SELECTS) else ""
             # Dynamo gives no line for requires_grad_(): it is looked for in the source.
-            line = line or ("requires_grad_" in form and line_with("requires_grad_(", model)) or ""
+            line = line or ("requires_grad_" in pattern and line_with("requires_grad_(", model)) or ""
             return error_at(line, f"{name} {what}", fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         fix = "give it one with torch.library.register_autograd, or call it under torch.no_grad()"

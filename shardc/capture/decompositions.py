@@ -99,22 +99,22 @@ class _Elements:
 
     Args:
         node: the op.
-        traced, base: the owner of the storage that it reads, as traced and after earlier writes.
+        traced_base, base: the owner of the storage that it reads, as traced and after earlier writes.
         offset: storage offset of the op's tensor, relative to the owner's first element.
     """
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, traced: fx.Node, base: fx.Node, offset: int) -> None:
+    def __init__(self, graph: fx.Graph, node: fx.Node, traced_base: fx.Node, base: fx.Node, offset: int) -> None:
         self.node, self.base, self._call = node, base, partial(insert_call, graph, node)
         arguments = arguments_of(node)
         self.tensor, self.source = arguments["self"], arguments.get("src")
         self.size: list[int] = [int(n) for n in arguments["size"]]
         self.stride: list[int] = [int(n) for n in arguments["stride"]]
-        val, storage_offset = traced.meta["val"], arguments.get("storage_offset")
+        val, storage_offset = traced_base.meta["val"], arguments.get("storage_offset")
         self.offset = offset if storage_offset is None else int(storage_offset) - val.storage_offset()
         # The base's dims by stride, the largest first.
         self.order = sorted(range(val.ndim), key=lambda dim: (-val.stride(dim), dim))
         last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        # Each place that is read must be an element of the owner, at a position that its strides tell.
+        # Each place that is read must be an element of the base, at a position that its strides tell.
         dense = val.permute(self.order).is_contiguous()
         if prod(self.size) and not (dense and 0 <= self.offset and last < val.numel()):
             name, at = node.target.overloadpacket.__name__, self.offset if storage_offset is None else storage_offset

@@ -114,27 +114,27 @@ def transformers_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     """Computes the experts of a ``transformers`` module in a form that can be traced as the function of one expert. In
     a trace it replaces every implementation of the library.
     """
-    # turned: weights are [in, out]. Parameters are stacked along dim 0, one slice for each expert.
-    gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
-    params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
-    if bias:
-        params += [self.gate_up_proj_bias if gate else self.up_proj_bias, self.down_proj_bias]
+    # Transposed: weights are [in, out]. Parameters are stacked along dim 0, one slice for each expert.
+    has_gate, has_bias, is_transposed = self.has_gate, self.has_bias, self.is_transposed
+    params = [self.gate_up_proj if has_gate else self.up_proj, self.down_proj]
+    if has_bias:
+        params += [self.gate_up_proj_bias if has_gate else self.up_proj_bias, self.down_proj_bias]
 
     norm = dict(self.post_expert_norm.named_parameters()) if self.has_post_expert_norm else {}
     params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # shared by all experts
 
     # One expert on its ``rows`` (tokens), with ``scale``, its router weight for each row.
     def expert(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
-        inner = self._apply_gate(first) if gate else self.act_fn(first)
+        first = F.linear(rows, up.t() if is_transposed else up, biases[0] if has_bias else None)
+        inner = self._apply_gate(first) if has_gate else self.act_fn(first)
         if self.has_post_expert_norm:
             # The norm would undo a scale of its input: it is scaled afterwards.
-            product = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
-            norm_params = dict(zip(norm, biases[2:] if bias else biases, strict=True))
+            product = F.linear(inner, down.t() if is_transposed else down, biases[1] if has_bias else None)
+            norm_params = dict(zip(norm, biases[2:] if has_bias else biases, strict=True))
             return functional_call(self.post_expert_norm, norm_params, (product,)) * scale
         # Scales the narrower `inner`, so that the result need not be saved for the gradient of the weights.
-        product = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
-        return product + scale * biases[1] if bias else product
+        product = F.linear((inner * scale).to(inner.dtype), down.t() if is_transposed else down)
+        return product + scale * biases[1] if has_bias else product
 
     return expert_markers.apply(expert, hidden_states, top_k_index, top_k_weights, params, scaled=True)
 

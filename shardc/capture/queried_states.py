@@ -150,7 +150,7 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradien
     """
     node_numbers: dict[fx.Node, int] = {}
 
-    def of(x: fx.node.Argument) -> object:
+    def numbered(x: fx.node.Argument) -> object:
         return fx.node.map_arg(x, lambda node: f"%{node_numbers[node]}")
 
     for at, node in enumerate(gm.graph.nodes):
@@ -167,11 +167,11 @@ def value_numbers(gm: fx.GraphModule, numbers: dict[Hashable, int], with_gradien
             node_numbers[node] = node_numbers[node.args[0]]
             continue
         elif node.op == "call_function":
-            key = str(node.target), repr(of((node.args, node.kwargs)))
+            key = str(node.target), repr(numbered((node.args, node.kwargs)))
         node_numbers[node] = numbers.setdefault(key, len(numbers))
     outputs = gm.graph.output_node()
     described = zip(outputs.args[0], outputs.meta["desc"], strict=True)
-    return [of(x) for x, desc in described if with_gradients or desc and type(desc).__name__ != "GradAOTOutput"]
+    return [numbered(x) for x, desc in described if with_gradients or desc and type(desc).__name__ != "GradAOTOutput"]
 
 
 # Attributes of a computed tensor if gradients are recorded; in inference mode the value is the opposite.
@@ -260,7 +260,8 @@ class GradMode:
             result = original(this, tx, args, kwargs)
         finally:
             self._reentrant -= reentrant
-        if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(args[1:]):
+        inputs = args[1:]  # behind the function
+        if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(inputs):
             raise Unsupported("a reentrant checkpoint of inputs without gradients")
         return result
 

@@ -97,11 +97,11 @@ def indexed(source: fx.Node, index: Any) -> Iterator[tuple[Series, int]]:
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(x is None or x is Ellipsis or type(x) is int or isinstance(x, slice) for x in entries):
         return
-    if Ellipsis in (plain := [x for x in entries if not isinstance(x, slice)]):
+    if Ellipsis in (non_slices := [x for x in entries if not isinstance(x, slice)]):
         at = next(at for at, x in enumerate(entries) if x is Ellipsis)
         missing = len(shape) - sum(x is not None and x is not Ellipsis for x in entries)
         entries[at : at + 1] = [WHOLE] * missing
-        if Ellipsis in plain[plain.index(Ellipsis) + 1 :]:  # a second one, which torch refuses
+        if Ellipsis in non_slices[non_slices.index(Ellipsis) + 1 :]:  # a second one, which torch refuses
             return
     dims = [at - entries[:at].count(None) for at in range(len(entries))]  # the dim of the source for each entry
     for at, entry in enumerate(entries):

@@ -389,8 +389,8 @@ class _ByDynamo:
     """
 
     def __init__(
-        self, root: _Root, loss: Loss | None, fakes: Sequence[Tensor], inputs: Sequence[str], places: dict[str, str],
-        lengths: Collection[int], joint_of: Callable[[nn.Module], Any],
+        self, root: _Root, loss: Loss | None, fakes: Sequence[Tensor], inputs: Sequence[str],
+        first_names: dict[str, str], lengths: Collection[int], joint_of: Callable[[nn.Module], Any],
     ) -> None:  # fmt: skip
         self._root, self._loss, self._fakes = root, loss, fakes
         # Noted during the trace: Dynamo's output, what forward changes, what it asks of torch's global state.
@@ -400,7 +400,7 @@ class _ByDynamo:
         self._codes = traced_code(self._output.graph_capture_output)
         # Ids of all tensors that the graph takes: parameters and buffers, too.
         self._graph_inputs = set(map(id, traced._dynamo_bytecode_flatten(*fakes)))
-        self.memories, self.owners = memories_of(traced, root, places, fakes, inputs)
+        self.memories, self.owners = memories_of(traced, root, first_names, fakes, inputs)
         self.warnings: list[ShardcWarning] = []
         # Rewrites of Dynamo's graph, in which memory, loops and calls are still those of the model's code.
         write_out(traced, lengths)

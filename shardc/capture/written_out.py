@@ -144,6 +144,7 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, condition: Any, step: Any, count: int, *operands: Any) -> Any:
+        # On fake tensors, the op runs one step.
         fake_loop = patch.dict(while_loop_op.python_key_table, {FakeTensorMode: _one_step})
         with fake_loop, torch._C._AutoDispatchBelowAutograd():  # below autograd, which this function stands for
             results: Any = while_loop_op(condition, step, operands[:count], operands[count:])

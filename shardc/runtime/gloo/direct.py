@@ -224,21 +224,21 @@ def _start_reduction(
     packing = packing_of([term[rank] for term in terms])
     # The first peer's term is received into the result, others into buffers; packed tensors need neither.
     alone = [at for at in range(len(results)) if at not in packing.offsets]
-    into: dict[int, dict[int, Tensor]] = {}  # tensor number -> peer -> memory for the peer's term
+    term_memory: dict[int, dict[int, Tensor]] = {}  # tensor number -> peer -> memory for the peer's term
     for number, at in enumerate(alone):
         size = results[at].numel()
         buffers = empty(slots, len(results) + number, results[at], (ranks - 2, size)) if ranks > 2 else ()
-        into[at] = dict(zip(peers, (results[at].view(-1), *buffers), strict=True))
+        term_memory[at] = dict(zip(peers, (results[at].view(-1), *buffers), strict=True))
     # The slots are those of the results, then of the buffers, then of the shared messages.
     first_shared = len(results) + (len(alone) if ranks > 2 else 0)
-    mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[first_shared:])
+    mail = exchange(group, terms, lambda at, peer: term_memory[at][peer], packing, slots[first_shared:])
 
     def terms_of(sender: int) -> list[Tensor]:
         """Returns the terms of this rank's results that rank ``sender`` has, flat."""
         if sender == rank:
             return [term[rank] for term in terms]
         unpacked = mail.unpacked(sender, terms)
-        return [unpacked[at] if at in unpacked else into[at][sender] for at in range(len(terms))]
+        return [unpacked[at] if at in unpacked else term_memory[at][sender] for at in range(len(terms))]
 
     def finish() -> None:
         # In rank order on every rank, so that replicas are equal bit for bit.
@@ -356,8 +356,8 @@ def _send_by_messages(
             parts = [torch.cat([_bytes(x) for x in parts])]
             alive += parts
         messages += [group.send([x], peer, _TAG) for x in parts]
-    for to, of in zip(incoming[rank], outgoing[rank], strict=True):  # rows that stay on this rank
-        to.copy_(of)
+    for target, source in zip(incoming[rank], outgoing[rank], strict=True):  # rows that stay on this rank
+        target.copy_(source)
 
     def finish() -> None:
         for pack, places in unpack:

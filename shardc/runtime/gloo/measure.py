@@ -60,13 +60,13 @@ def measure_collectives(
     """
     ranks = dist.get_world_size(group)
     for kind, call in collectives(group.group_name, ranks).items():
-        times, wires = [], []
+        seconds, wire_bytes = [], []
         for nbytes in (small, large):
             x = torch.zeros(nbytes // 4 // ranks * ranks)  # float32
-            times.append(_slowest(_fastest(partial(_run_and_wait, call, x), runs, group), group))
-            wires.append(4 * wire_elements(kind, ranks, x.numel()))
+            seconds.append(_slowest(_fastest(partial(_run_and_wait, call, x), runs, group), group))
+            wire_bytes.append(4 * wire_elements(kind, ranks, x.numel()))
         # Under load the large message may be faster than the small one; keep the bandwidth positive.
-        yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
+        yield kind, ranks, seconds[0], (wire_bytes[1] - wire_bytes[0]) / max(seconds[1] - seconds[0], 1e-9)
 
 
 def in_messages(group: str, ranks: int) -> dict[str, Call]:

@@ -38,7 +38,9 @@ class Wires:
         return bool(self.queues.get((message.source, message.target)))
 
     def receive(self, message: Message, received: int) -> Sequence[Any]:
-        """Takes ``message`` from its queue and returns its values; ``received`` matters to real ranks only."""
+        """Takes ``message`` from its queue and returns its values. Only real ranks use ``received``, to tell which of
+        their sends are done.
+        """
         keys, values = self.queues[message.source, message.target].popleft()
         assert keys == message.keys, f"rank {message.target} expects {message.keys}, {message.source} sent {keys}"
         self.moved += 1
