@@ -115,7 +115,7 @@ def full_state_dict(
                 gathered[id(value)] = full.to(device) if device is not None else full
             value = gathered[id(value)]
         out[name] = value
-    return rebuilt(module, out)
+    return rebuilt(module, out)  # puts wrapper tensors in place of their inner tensors
 
 
 def first_state_dict(
@@ -137,7 +137,7 @@ def first_state_dict(
             out[name] = full.detach().clone().to(device or "cpu") if groups.first else None
         else:
             out[name] = value
-    return rebuilt(module, out) if groups.first else {}
+    return rebuilt(module, out) if groups.first else {}  # wrapper tensors in place of their inner tensors
 
 
 @contextmanager

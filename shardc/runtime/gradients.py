@@ -164,7 +164,7 @@ class Sync:
         # Parameter with a sum -> whether that is reduced over shards: its layout is the storage's, but for pending
         # reductions.
         is_scattered = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
-        # A backward gives one kind of gradient: that which it leaves unreduced, or else that of the sum so far.
+        # Each parameter has one kind of gradient: that which `unreduced` says, or else that of its sum so far.
         whole_sums = frozenset(n for n, scattered in is_scattered.items() if not scattered)
         whole = accumulating.whole | whole_sums - accumulating.scattered
         return Deferred(whole, scattered=accumulating.scattered | frozenset(is_scattered) - whole)

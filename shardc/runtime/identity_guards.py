@@ -175,9 +175,9 @@ class IdentityGuards:
         # The guards of the path compare the object itself; what was read of it needs a guard of its own.
         if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
             self._guard_elements(value)
-        elif read.what == "has":
+        elif read.what == "has":  # whether the object has an attribute
             self._rest.append((value, str(read.key), getattr(value, str(read.key), GONE)))
-        elif read.what == "own":
+        elif read.what == "own":  # an attribute of the object, and not of its class
             self._guard_attribute(value, str(read.key))
         elif isinstance(value, Tensor) and not value.is_inference():  # its values, which a write in place changes
             self._tensors.append((value, value._version))

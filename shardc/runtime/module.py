@@ -269,7 +269,7 @@ def _step(state: State, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> 
         for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
     ]
     for x, shard, layout in zip(tensors, local, layouts, strict=True):
-        # The gradient of a DTensor is that of the one global loss, not of this rank's own loss.
+        # The gradient of a DTensor is that of the one global loss, without the factor (`unit`) of ranks' own losses.
         if isinstance(x, DTensor) and shard.requires_grad:
             shard.register_hook(partial(torch.div, other=state.spec.unit(program.outputs, layout)))
     runner = state.cache.runner(program)
@@ -322,7 +322,7 @@ def _program(state: State, call: Arguments) -> tuple[Executable, Rows | None, bo
         if key is not None and not state.cache.build.dynamic.names:
             state.cache.calls[key] = entry
     consistency.call = entry.event  # the event of the call's backwards is made from it
-    # Another event if values are compared below: all ranks must take part.
+    # `fresh`: for values that were written since the last call. All ranks must be there, as they compare these below.
     consistency.enter(entry.event.fresh if state.params.fresh else entry.event)
     compares = state.turns.due(entry.event.key)
     if state.params.fresh:  # ranks have not compared these values yet

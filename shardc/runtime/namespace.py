@@ -214,7 +214,7 @@ class Namespace(State):
         if with_grads:
             self.params.sync.refuse("summon_full_params(with_grads=True)")
         self._meet("summon_full_params()")
-        self.params.fresh |= writeback
+        self.params.fresh |= writeback  # ranks compare the new values at the next call
         return self._summoned(writeback, with_grads)
 
     @contextmanager

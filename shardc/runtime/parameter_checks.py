@@ -142,10 +142,10 @@ def load_hooks(module: nn.Module, spec: ShardingSpec) -> None:
     """
     names = {id(param): name for name, param in module.named_parameters()}
     for submodule in module.modules():
-        owned = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
+        names_by_key = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
         # In a copied module they are there already: `deepcopy` copies hooks.
-        if owned and not any(_is_ours(hook) for hook in submodule._load_state_dict_pre_hooks.values()):
-            stored = {key: (spec.stored[name], spec.homes[name]) for key, name in owned.items()}
+        if names_by_key and not any(_is_ours(hook) for hook in submodule._load_state_dict_pre_hooks.values()):
+            stored = {key: (spec.stored[name], spec.homes[name]) for key, name in names_by_key.items()}
             submodule.register_load_state_dict_pre_hook(partial(_load, stored, spec.rank))
 
 

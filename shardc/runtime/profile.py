@@ -41,7 +41,7 @@ class Ranges:
     def __init__(self, half: Half) -> None:
         self.half = half
         self._names: dict[tuple[str, ...], str] = {}  # results of a segment -> the name of its range
-        self._segment: ExitStack | None = None  # range of the segment that runs; None without a profiler
+        self._segment_range: ExitStack | None = None  # range of the segment that runs; None without a profiler
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -51,18 +51,18 @@ class Ranges:
             return
         try:
             buckets = _Buckets(self._bucket_names)
-            with record_function(f"shardc {self.half.name}"), ExitStack() as self._segment, buckets:
+            with record_function(f"shardc {self.half.name}"), ExitStack() as self._segment_range, buckets:
                 yield
         finally:
-            self._segment = None
+            self._segment_range = None
 
     def enter(self, segment: Segment) -> None:
         """Ends the range of the segment that ran before, and opens a range for ``segment``."""
-        if self._segment is not None:
+        if self._segment_range is not None:
             if segment.gives not in self._names:
                 self._names[segment.gives] = f"shardc {self.half.name}, {self._module(segment)}"
-            self._segment.close()
-            self._segment.enter_context(record_function(self._names[segment.gives]))
+            self._segment_range.close()
+            self._segment_range.enter_context(record_function(self._names[segment.gives]))
 
     @cached_property
     def _bucket_names(self) -> list[str]:

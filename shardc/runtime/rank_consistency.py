@@ -446,9 +446,8 @@ class RankConsistency:
         """Makes this rank raise because event ``number`` differs from that of another rank: in its next event, in the
         event in which it waits, or out of a running graph. ``other`` is (that rank, hash of its event).
         """
-        self._break_if_running(
-            store
-        )  # before others read the difference: aborting closes their connections to this rank
+        # Before others read the difference: aborting closes their connections to this rank, too.
+        self._break_if_running(store)
         self._set_error_of_difference(store, number, other)
         self._error_arrived.set()
         if self._waits_at not in (None, number):

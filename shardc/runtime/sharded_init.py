@@ -332,7 +332,7 @@ class InitShard:
     def check_written(self) -> None:
         """Raises InitError if an element of the tensor is in no filled view."""
         whole = torch.empty(self.shape, device="meta")
-        if not whole.numel() or (0, self.shape, whole.stride()) in self.written:
+        if not whole.numel() or (0, self.shape, whole.stride()) in self.written:  # empty, or filled as a whole
             return
         filled = torch.zeros(whole.numel(), dtype=torch.bool)
         for offset, shape, stride in self.written:
