@@ -71,10 +71,10 @@ def _part(tensor: DTensor) -> Part | None:
     mesh: DeviceMesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     # A pickled mesh keeps the coordinate of the writing rank.
-    place = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    if not place or int(mesh.mesh.max()) >= dist.get_world_size():
+    coordinates = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    if not coordinates or int(mesh.mesh.max()) >= dist.get_world_size():
         return None
-    dims = zip(names, mesh.mesh.shape, place[0], tensor.placements, strict=True)
+    dims = zip(names, mesh.mesh.shape, coordinates[0], tensor.placements, strict=True)
     return [(name, size, at) for name, size, at, placement in dims if not placement.is_replicate()]
 
 

@@ -117,9 +117,9 @@ def shardwise(
         with torch.no_grad(), shardwise_trunc_normal(), _StandIns(stand_in_of):
             yield slots
     finally:
-        for now, before in tables:
-            now.clear()
-            now.update(before)
+        for table, before in tables:
+            table.clear()
+            table.update(before)
 
 
 def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:

@@ -303,10 +303,10 @@ class Runner:
                 plan_entry=str(self.program.key.plan.setting("pp")),
                 fix="leave pp out of the plan to find the op",
             )
-        key = training and self.program.trains
-        if key not in self._prepared:  # alike on all ranks, whichever graphs they run
+        trains = training and self.program.trains
+        if trains not in self._prepared:  # alike on all ranks, whichever graphs they run
             self._compile(self.program.step(training), partial(self.program.certificate, training))
-            self._prepared.add(key)
+            self._prepared.add(trains)
         # One event for the step: stages run different graphs, which cannot be compared one by one.
         self.groups.consistency.enter(self._step_event)
 

@@ -60,8 +60,8 @@ def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) ->
     if all(digit.axis is not None for digit in digits[:-1]):
         # Axes, then at most one local digit: one block, at this rank's index along the axes.
         block = storage.shape[dim] // prod(storage.mesh.size(axis) for axis in storage.dim_axes(dim))
-        at = flat_index(storage.mesh, storage.dim_axes(dim), rank)
-        return range(min(at * block, size), min((at + 1) * block, size))
+        number = flat_index(storage.mesh, storage.dim_axes(dim), rank)
+        return range(min(number * block, size), min((number + 1) * block, size))
     index = storage.local_index(dim, rank)  # ascending: padding is at the end
     return index[: bisect_left(index, size)]  # those below the unpadded size
 
