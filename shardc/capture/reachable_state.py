@@ -45,8 +45,8 @@ class _Container:
         or the dict's if it holds items. A list, set or deque that differs is yielded once, as a whole.
         """
         if not isinstance(self.value, dict):
-            now, before = list(self.value), list(self.before)
-            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+            content, copied = list(self.value), list(self.before)
+            if len(content) != len(copied) or any(x is not y for x, y in zip(content, copied, strict=True)):
                 yield self.expression, self.value
             return
         # Of globals, only the entry that was copied counts; else entries of both, as one may be new or gone.
