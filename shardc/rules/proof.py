@@ -231,16 +231,16 @@ def _difference(
         outputs = list(zip(*outputs, strict=True))
     many = isinstance(outputs[0], (tuple, list))
     places = [i for i, x in enumerate(dense) if x is not None]
-    for at, place_of, layout in zip(range(len(places)), places, layouts, strict=True):
-        expected = dense[place_of]
+    for number, (place, layout) in enumerate(zip(places, layouts, strict=True)):  # ``number``: among the tensors
+        expected = dense[place]
         assert expected is not None
-        if at in spec.replicated:  # not compared: a kernel's random state differs from run to run
+        if number in spec.replicated:  # not compared: a kernel's random state differs from run to run
             continue
-        got = ranks.assemble([output[place_of] if many else output for output in outputs], layout)
+        got = ranks.assemble([output[place] if many else output for output in outputs], layout)
         if got.dtype != expected.dtype or got.shape != expected.shape:
-            return f"result {place_of} is {got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}"
+            return f"result {place} is {got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}"
         if sample.defined and not close(got, expected, _tolerance(sample, spec, call)):
-            return f"result {place_of} differs: {got.flatten()[:8].tolist()}, not {expected.flatten()[:8].tolist()}"
+            return f"result {place} differs: {got.flatten()[:8].tolist()}, not {expected.flatten()[:8].tolist()}"
     return None
 
 

@@ -314,13 +314,13 @@ def _choices(local: Local, x: Emitted, index: Emitted, weight: Emitted) -> _Choi
         index, weight: number and routing weight of each chosen expert [t, k].
     """
     call = local.builder.call
-    key, mine, ranks, experts = _sort_keys(local, _sent_axes(local), index)
+    key, reachable, ranks, experts = _sort_keys(local, _sent_axes(local), index)
     tokens, choices = local.builder.shape(index)
     order, back, ends = _unpack(local, call(expert_ops.ORDER, key, ranks * experts), 3)
-    if mine is not None:
-        mine = call(aten.reshape.default, mine, [tokens, choices])
+    if reachable is not None:
+        reachable = call(aten.reshape.default, reachable, [tokens, choices])
     scale = call(aten.reshape.default, weight, [-1, 1])
-    return _Choices(tokens, choices, x, scale, order, back, ends, mine, ranks, experts)
+    return _Choices(tokens, choices, x, scale, order, back, ends, reachable, ranks, experts)
 
 
 def _exact_exchange(local: Local, of: _Choices) -> tuple[_Exchange, Emitted]:
@@ -347,7 +347,7 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Excha
         every: the choices of each chunk of tokens.
     """
     call, (axes, ranks) = local.builder.call, _all_ranks(local)
-    _, everywhere = local.builder.group(axes)
+    _, group = local.builder.group(axes)
     out, fullest = [], None
     # Rows of a block: ``bound`` times those of an even load, but no more than can go to one rank. The same for all
     # chunks, so that the fullest block of all tells whether any rows had no room.
@@ -360,7 +360,7 @@ def _bounded_exchanges(local: Local, every: list[_Choices]) -> list[tuple[_Excha
         out.append((_Exchange(local, of, of.ranks * block, take, home), counts))
     # The fullest block and the rank that has it as one number, so that one maximum over ranks finds both.
     number = call(aten.add.Tensor, call(aten.mul.Tensor, fullest, ranks), local.builder.coordinate(axes))
-    number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", everywhere))
+    number = call(WAIT, call(torch.ops._c10d_functional.all_reduce.default, number, "max", group))
     return [(replace(sent, fullest=number), _exchanged(local, counts, sent.of.experts)) for sent, counts in out]
 
 
@@ -375,21 +375,22 @@ def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
     x, index, weight = local.operand("x"), _recorded_choices(local), local.operand("weight")
     # Ranks that split the experts alone have the same tokens, and each computes a share of the rows.
     mesh, unsent = local.operands[0].mesh, set(local.operand_layout("params").dim_axes(0)).difference(_sent_axes(local))
-    divided = prod(mesh.size(axis) for axis in unsent)
+    sharers = prod(mesh.size(axis) for axis in unsent)
     # Below, choices are numbered token by token: number // choices per token is the token.
     if not _sent_axes(local):  # only the experts are split, or neither
         of = _choices(local, x, index, weight)
         take = call(aten.div.Tensor_mode, of.order, of.choices, rounding_mode="floor")
         scale = call(aten.index_select.default, of.scale, 0, of.order)
-        yield _Rows(of, x, take, scale, of.ends, expected=-(-of.tokens * of.choices // divided), places=of.back)
+        yield _Rows(of, x, take, scale, of.ends, expected=-(-of.tokens * of.choices // sharers), places=of.back)
         return
     # (x, index, weight) of each chunk.
-    parts = zip(*(_chunks(local, tensor) for tensor in (x, index, weight)), strict=True)
-    every = [_choices(local, *tensors) for tensors in parts]
+    chunks = zip(*(_chunks(local, tensor) for tensor in (x, index, weight)), strict=True)
+    choices = [_choices(local, *chunk) for chunk in chunks]
     bounded = local.call["bound"] != 0
+    exchanges = _bounded_exchanges(local, choices) if bounded else [_exact_exchange(local, of) for of in choices]
     arriving = []
     # ``came``: number of rows that come from each rank for each expert.
-    for sent, came in _bounded_exchanges(local, every) if bounded else [_exact_exchange(local, of) for of in every]:
+    for sent, came in exchanges:
         token = call(aten.div.Tensor_mode, sent.take, sent.of.choices, rounding_mode="floor")
         rows = call(aten.index_select.default, sent.of.x, 0, token)
         scale = call(aten.index_select.default, sent.of.scale, 0, sent.take)
@@ -401,7 +402,7 @@ def _rows_by_chunk(local: Local) -> Iterator[_Rows]:
         take, places, ends = _unpack(local, arrived, 3)
         scale = call(aten.index_select.default, scale, 0, take)
         # With even loads, as many rows come as this rank sends.
-        yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // divided), places, sent)
+        yield _Rows(of, received, take, scale, ends, -(-of.tokens * of.choices // sharers), places, sent)
 
 
 def _chunks(local: Local, x: Emitted) -> list[Emitted]:

@@ -45,10 +45,10 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     places = range(pieces.ranks)[::-1] if reverse else range(pieces.ranks)
     coordinate = local.builder.coordinate(pieces.axes)
     turns = [run(aten.eq.Scalar, coordinate, place) for place in places]
-    carried = _Carried(function)
+    carried = _Carried(function)  # steps leave `same` as is, only add to `sums`; others are `sent`
     # Carry -> its value before this rank's slices; on ranks whose turn is yet to come, still that before the scan.
     states = {at: operands[at] for at in carried.sent}
-    # To know the state, sums are not needed; a carry that never changes is an argument like others.
+    # To know the state, `sums` are not needed; those in `same` are arguments like others.
     state_step, rest = carried.step(), [*operands[carries:], *(operands[at] for at in carried.same)]
     size = pieces.size if steps is None else steps
     scaled = _scales(local, carried, operands, rest, steps) if states else None
@@ -71,9 +71,9 @@ def on_rank(local: Local, function: Function, operands: list[Emitted]) -> Emitte
     # steps add to, the first rank starts with the value and the others with zeros, so that the results add up.
     initial = [_only(local, turns[0], x) if at in carried.sums else states.get(at, x) for at, x in enumerate(operands)]
     results = run(local.call.target, initial, function.name, reverse, steps)
-    out = [run(getitem, results, at) for at in range(len(local.results))]
+    outputs = [run(getitem, results, at) for at in range(len(local.results))]
     # The last state is on the last rank: with zeros on the others, it is a pending sum.
-    return [_only(local, turns[-1], x) if at in (*carried.sent, *carried.same) else x for at, x in enumerate(out)]
+    return [_only(local, turns[-1], x) if at in (*carried.sent, *carried.same) else x for at, x in enumerate(outputs)]
 
 
 def is_padded(local: Local) -> bool:
