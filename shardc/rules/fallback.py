@@ -107,9 +107,9 @@ class _Row:
         reduce_ops = [op for op in results if isinstance(op, str)]
         self.kind = reduce_ops[0] if reduce_ops else ""
         # A row that splits nothing, of partial sums that give a partial sum, says in which operands the op is linear.
-        sums = results and all(op == "sum" for op in results) and all(x in ("sum", ...) for x in operands)
-        summed = frozenset(i for i, x in enumerate(operands) if x == "sum")
-        self.linear = summed if sums and not self.split else None
+        passes_sums = results and all(op == "sum" for op in results) and all(x in ("sum", ...) for x in operands)
+        partial_operands = frozenset(i for i, x in enumerate(operands) if x == "sum")
+        self.linear = partial_operands if passes_sums and not self.split else None
 
     def usable(self, loops: Loops, factor_of: Mapping[tuple[int, int], object]) -> bool:
         """Return whether this row can become a factor (loop) of the op: it splits dims of one size, and says nothing

@@ -320,10 +320,9 @@ def _isin(call: Call) -> Spec:
     """
     loops, kind = Loops(call), "min" if call["invert"] else "max"
     elements = loops.dims("d", loops.result_shapes[0])
-    # Of elements and test elements ("t..."), one may be a number, which is no operand.
-    tests = [
-        loops.dims("t", shape, kind) for name, shape in zip(loops.names, loops.shapes, strict=True) if name[0] == "t"
-    ]
+    # Of elements and test elements, one may be a number, which is no operand.
+    operands = zip(loops.names, loops.shapes, strict=True)
+    tests = [loops.dims("t", shape, kind) for name, shape in operands if name.startswith("test")]
     return loops.spec([elements, *tests] if "elements" in loops.names else tests, [elements])
 
 

@@ -440,8 +440,8 @@ class KeyBlocks:
             rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
             hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
         if self.filled:
-            past = run(aten.unsqueeze.default, run(aten.ge.Scalar, columns, self.keys), 0)
-            hidden = past if hidden is None else run(aten.logical_or.default, hidden, past)
+            padding = run(aten.unsqueeze.default, run(aten.ge.Scalar, columns, self.keys), 0)
+            hidden = padding if hidden is None else run(aten.logical_or.default, hidden, padding)
         return hidden
 
     def _key_positions(self, ranks: Sequence[dict[str, Emitted]]) -> Emitted:
