@@ -196,11 +196,11 @@ class Precompiled(Executable):
             return [(role, x) for role, x in ir.outputs(first) if role.kind != "saved"]
         kinds = (step.FORWARD, step.LAST_BACKWARD, step.GRADIENTS) if self.trains else (step.INFERENCE, step.CLOSING)
         split = dict(self.in_time["outputs"])
-        outputs: dict[tuple[bool, int], tuple[Role, fx.node.Argument]] = {}
+        outputs: dict[tuple[str, int | str], tuple[Role, fx.node.Argument]] = {}
         graphs = [gm.graph for kind in kinds for phase, gm in self._halves.items() if without_stage(phase) == kind]
         for graph in graphs:
             for role, x in ir.outputs(graph):
-                key = role.kind != "output", role.index
+                key = role.kind, role.index if role.kind == "output" else role.name
                 if key in outputs:
                     continue
                 if role.kind == "output" and role.layout is None and isinstance(x, fx.Node):  # of one microbatch
@@ -212,7 +212,7 @@ class Precompiled(Executable):
                     outputs[key] = role, x
         if split:
             raise PrecompiledError(f"the graphs have no parts of outputs {sorted(split)}")
-        return [outputs[key] for key in sorted(outputs)]
+        return sorted(outputs.values(), key=lambda output: (output[0].kind != "output", output[0].index))
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         """Return the graph of ``phase``: a saved one, or a backward derived for some of the outputs. None if the

@@ -465,3 +465,27 @@ def test_forged_records_are_refused(what: str, folder: Path, tmp_path: Path) -> 
 def test_as_it_was_saved_it_is_loaded(folder: Path, tmp_path: Path) -> None:
     unchanged: Callable[..., None] = lambda record, folder: None  # noqa: E731
     assert shardc.load(forged(folder, tmp_path / "again", unchanged)).microbatches == 4
+
+
+# --- buffers
+
+
+def start_with_buffers(found: bool) -> None:
+    """Trains a start's first step. All buffers have one device's values, in a start that finds its program, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).double()
+    module = shardc.compile(
+        model, on_mesh(), shardc.ddp("dp") | shardc.microbatches(2), loss=F.mse_loss, backend="eager"
+    )
+    x, target = torch.randn(16, 8).double(), torch.randn(16, 4).double()
+    module(*module.shard_inputs(x, target)).backward()
+    F.mse_loss(model(x), target).backward()
+    (program,) = module.shardc.programs.values()
+    assert program.from_store == found, program.stored
+    for (name, ours), theirs in zip(module.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_buffers_of_a_stored_program(tmp_path: Path) -> None:
+    for found in (False, True):
+        run_ranks(1, partial(start_with_buffers, found), programs=tmp_path)
