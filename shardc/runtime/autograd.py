@@ -25,6 +25,7 @@ from shardc.runtime.events import Event
 from shardc.runtime.gathered import gather
 from shardc.runtime.inputs import local_part
 from shardc.runtime.loops import Argument, Loops, Microstep, Results
+from shardc.runtime.memory_ranges import MemoryRanges
 from shardc.runtime.read_only import ReadOnly, version_of
 from shardc.runtime.routing import Loads
 from shardc.runtime.stage_link import StageLink
@@ -68,10 +69,13 @@ def _update_buffers(runner: Runner, results: Sequence[Any]) -> None:
     """Writes the new values of buffers, which are among ``results`` of a forward graph, to the module's buffers, in
     place.
     """
-    for role, result in zip(runner.program.outputs, results, strict=False):
-        if role.kind == "buffer":
-            with torch.no_grad():
-                runner.params.snapshot.buffers[role.name].copy_(result)
+    roles = zip(runner.program.outputs, results, strict=False)
+    new_values = [(runner.params.snapshot.buffers[role.name], x) for role, x in roles if role.kind == "buffer"]
+    with torch.no_grad():
+        # A graph may return one buffer's old value as another one's new value: it is copied before it is overwritten.
+        memory = MemoryRanges(buffer for buffer, _ in new_values)
+        for buffer, x in [(buffer, memory.unaliased(x)) for buffer, x in new_values]:
+            buffer.copy_(x)
 
 
 def _tree(program: Executable, results: Sequence[object]) -> PyTree:
@@ -175,9 +179,12 @@ def _backward(
         if not gradients:
             return [None] * len(ctx.feed)
         gives, grads = run(ctx, gradients)
+        # Users change each gradient in place, and no other tensor may change with it: neither one that they hold, nor
+        # another gradient or a local sum.
+        memory = MemoryRanges(local_part(x) for x in (*tangents, *ctx.feed) if isinstance(x, Tensor))
         # Also reduces what earlier backwards left unreduced (`no_sync`).
-        late = runner.reduce_deferred(gives, grads, ctx.unreduced)
-        return list(_argument_grads(runner, ctx.takes, ctx.feed, tangents, grads, late))
+        late = runner.reduce_deferred(gives, grads, ctx.unreduced, memory)
+        return list(_argument_grads(runner, ctx.takes, ctx.feed, grads, late, memory))
 
 
 class Step(torch.autograd.Function):
@@ -260,37 +267,34 @@ def _argument_grads(
     runner: Runner,
     takes: Sequence[Role],
     feed: Feed,
-    tangents: Sequence[Tensor | None],
     grads: Mapping[GradKey, Tensor | None],
     late: dict[str, Tensor],
+    memory: MemoryRanges,
 ) -> Iterator[Tensor | None]:
     """Yields, for each of the arguments ``feed`` of forward, its gradient or None. No two gradients share memory.
 
     Args:
         takes: roles of the arguments.
-        tangents: gradients of the outputs.
         grads: results of the backward graph.
         late: gradients by parameter name that replace those in ``grads``, as they include sums of earlier backwards.
             Those of parameters that are not in ``feed`` are added to ``.grad``.
+        memory: memory that no gradient may share.
     """
-    # Memory that the caller may hold: tangents, inputs, and gradients yielded before.
-    inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
-    occupied = {(x.data_ptr(), x.numel()) for x in (*tangents, *inputs) if isinstance(x, Tensor)}
     for role, x in zip(takes, feed, strict=True):
         grad = grads.get(("grad", role.name)) if role.kind in ("param", "input") else None
         if role.kind == "param":
             has_sum = role.name in late
             grad = late.pop(role.name, grad)  # what is left in `late` is of parameters that are not in `feed`
-            grad = None if grad is None else grad_from_padded(unaliased(grad, occupied), x)
+            grad = None if grad is None else grad_from_padded(memory.unaliased(grad), x)
             # Frozen since a backward whose gradient was left unreduced: autograd drops what is yielded for it.
             if has_sum and grad is not None and not x.requires_grad:
                 _accumulate(x, grad)
         elif grad is not None:
-            grad = unaliased(grad, occupied)
+            grad = memory.unaliased(grad)
         yield grad
     for name, grad in late.items():
         param: Any = runner.params.snapshot.parameters[name]
-        _accumulate(param, grad_from_padded(unaliased(grad, occupied), param))
+        _accumulate(param, grad_from_padded(memory.unaliased(grad), param))
 
 
 class MicrobatchContext(CallContext, Protocol):
@@ -473,22 +477,6 @@ def _accumulate(param: Tensor, grad: Tensor) -> None:
     the program does not take.
     """
     param.grad = grad if param.grad is None else param.grad + grad
-
-
-def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
-    """Returns ``grad`` in memory of its own: a copy if its memory is in ``occupied``, which another gradient or a
-    tensor of the user uses.
-
-    Users change each gradient in place, and no other tensor may change with it.
-
-    Args:
-        occupied: (address, elements) of these tensors; ``grad`` is added.
-    """
-    place = grad.data_ptr(), grad.numel()
-    if grad.numel() and place in occupied:
-        return grad.clone()
-    occupied.add(place)
-    return grad
 
 
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:

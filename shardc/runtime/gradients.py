@@ -136,7 +136,6 @@ class Sync:
     sums: dict[Key, Tensor] = field(default_factory=dict)
     parameters: Callable[[], Mapping[str, Tensor]] = dict
     replicated: Mapping[str, Layout] = field(default_factory=dict)
-    _own: set[Key] = field(default_factory=set)  # sums in memory of their own, to which `add` may add in place
 
     def for_copy(self) -> Sync:
         """Returns these settings for a copy of the module. Local sums, and `pause` blocks that are active, are left
@@ -170,18 +169,14 @@ class Sync:
         return Deferred(whole, scattered=accumulating.scattered | frozenset(is_scattered) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
-        """Adds ``grad``, unreduced and in ``layout``, to the local sum for parameter ``name``.
-
-        It adds in place only if the sum has its own memory, as gradients may share memory.
+        """Adds ``grad``, unreduced and in ``layout``, to the local sum for parameter ``name``. The first one becomes
+        the sum, so its memory must not be shared.
         """
         key = name, layout
-        if key not in self.sums:
-            self.sums[key] = grad  # in memory that may be shared, so that `_own` lacks it
-        elif key in self._own:
+        if key in self.sums:
             self.sums[key].add_(grad)
         else:
-            self.sums[key] = self.sums[key] + grad
-            self._own.add(key)
+            self.sums[key] = grad
         _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
@@ -189,7 +184,6 @@ class Sync:
         (parameter name, layout) -> sum.
         """
         due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
-        self._own.difference_update(due)
         if not self.sums:
             _optimizers.leave(self)
         return due

@@ -38,6 +38,7 @@ from shardc.runtime.groups import Groups, as_collective_error
 from shardc.runtime.host import cheap_garbage_collection, keep_heap, settle
 from shardc.runtime.inputs import in_order
 from shardc.runtime.loops import Argument
+from shardc.runtime.memory_ranges import MemoryRanges
 from shardc.runtime.parameter_checks import ParamStore
 from shardc.runtime.profile import Ranges
 from shardc.runtime.routing import Loads, Routing, check_loads, is_limited
@@ -351,7 +352,11 @@ class Runner:
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
     def reduce_deferred(
-        self, roles: Sequence[Role], grads: dict[tuple[str, str], Tensor | None], deferred: Deferred
+        self,
+        roles: Sequence[Role],
+        grads: dict[tuple[str, str], Tensor | None],
+        deferred: Deferred,
+        memory: MemoryRanges,
     ) -> dict[str, Tensor]:
         """Handles gradients that backward leaves unreduced (`no_sync`): adds them to local sums. Then reduces the
         sums of parameters that are not in ``deferred``.
@@ -360,6 +365,7 @@ class Runner:
             roles: roles of the results of the backward graph.
             grads: the results by ("grad", parameter name); the unreduced ones are removed.
             deferred: the parameters whose sums stay unreduced.
+            memory: memory that no sum may share.
 
         Returns:
             The reduced sums: padded local gradients by parameter name.
@@ -370,7 +376,7 @@ class Runner:
             grad = grads.pop(("grad", role.name), None) if role.name in self.program.deferred.names else None
             if grad is not None:
                 assert role.layout is not None
-                self.sync.add(role.name, role.layout, grad)
+                self.sync.add(role.name, role.layout, memory.unaliased(grad))
         due = self.sync.take(self.program.deferred.names - deferred.names)
         return self.reduce(due) if due else {}
 
