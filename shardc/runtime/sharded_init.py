@@ -243,7 +243,10 @@ def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
 
 
 # In-place elementwise ops without the pointwise tag; they overwrite all previous values, as random ones do.
-_FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
+_FILLS = {
+    *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default),
+    *(aten._foreach_zero_.default, aten._foreach_copy_.default),
+}
 # Factories that take a tensor; they return plain tensors if small.
 _FACTORIES = {
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
@@ -329,15 +332,19 @@ class InitShard:
         """Records that the elements of ``view`` have been filled, for `check_written`."""
         self.written.add((int(view.storage_offset()), tuple(view.shape), view.stride()))
 
-    def check_written(self) -> None:
-        """Raises InitError if an element of the tensor is in no filled view."""
+    def is_filled(self, view: torch.Tensor) -> bool:
+        """Whether all elements of ``view``, a tensor with the shape and strides of a view of this one, were filled."""
         whole = torch.empty(self.shape, device="meta")
-        if not whole.numel() or (0, self.shape, whole.stride()) in self.written:  # empty, or filled as a whole
-            return
+        if not view.numel() or (0, self.shape, whole.stride()) in self.written:  # empty, or all is filled
+            return True
         filled = torch.zeros(whole.numel(), dtype=torch.bool)
         for offset, shape, stride in self.written:
             filled.as_strided(shape, stride, offset).fill_(True)
-        if filled.all():
+        return bool(filled.as_strided(view.shape, view.stride(), int(view.storage_offset())).all())
+
+    def check_written(self) -> None:
+        """Raises InitError if an element of the tensor is in no filled view."""
+        if self.is_filled(torch.empty(self.shape, device="meta")):
             return
         extent = "only a part" if self.written else "nothing"
         raise InitError(
@@ -394,6 +401,11 @@ class Virtual(torch.Tensor):
             views = func(*pytree.tree_map_only(Virtual, lambda view: view.meta, args), **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.init_shard), views)
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Virtual)]
+        for view in _read(func, args, kwargs, views):
+            if not view.init_shard.is_filled(view.meta):
+                raise unsupported(
+                    func, view, "while it is on meta and some of the elements that this reads were not filled"
+                )
         # Any op will do on tensors that are not split.
         if all(view.init_shard.whole for view in views):
             return _on_whole(func, args, kwargs)
@@ -412,6 +424,19 @@ class Virtual(torch.Tensor):
         else:
             raise unsupported(func, target)
         return target
+
+
+def _read(
+    func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], views: Sequence[Virtual]
+) -> Iterator[Virtual]:
+    """Yields those of ``views``, the operands of ``func``, whose values it reads: not those that it only overwrites."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith("new_") or name.endswith("_like"):  # a new tensor of the same shape
+        return
+    # An op in place that is no fill leaves elements as they are (`index_put_`), or computes with them (`mul_`).
+    overwrites = not is_inplace(func) or func in _FILLS or draws(func)
+    overwritten = set(map(id, written(func, tuple(args), dict(kwargs)))) if overwrites else set()
+    yield from (view for view in views if id(view) not in overwritten)
 
 
 def _on_whole(func: OpOverload, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:

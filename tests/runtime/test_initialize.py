@@ -283,6 +283,37 @@ def test_errors(init: Callable[[Any], None], message: str) -> None:
     assert model.weight is weight
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+        self.register_buffer("mask", torch.ones(8))
+
+
+def places_of_a_buffer(module: Masked) -> None:
+    module.mask[torch.tensor([1, 3])] = 0
+
+
+def scaled_before(module: Masked) -> None:
+    module.first.weight.data.mul_(0.5)
+
+
+def copied_before(module: Masked) -> None:
+    module.second.weight.data.copy_(module.first.weight)
+    nn.init.normal_(module.first.weight)
+
+
+@pytest.mark.parametrize("init", [places_of_a_buffer, scaled_before, copied_before])
+def test_values_that_were_not_filled_are_not_read(init: Callable[[Any], None]) -> None:
+    """They would be zeros, and not what the model was built with: also of tensors that a rank has whole."""
+    with torch.device("meta"):
+        model = Masked()
+    layout = Layout.parse("[8@dp,4]", MESH)
+    for storages in ({}, {"first.weight": layout, "second.weight": layout}):
+        with pytest.raises(InitError, match="some of the elements that this reads were not filled"):
+            init_weights(model, lambda module: init(module) if module is model else None, storages, 0)
+
+
 def test_an_unsupported_op_names_the_line() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 8, bias=False)
