@@ -247,7 +247,7 @@ def _spec(
         homes={name: ParamLocation(build.device, p.host, p.pinned) for name, p in build.params.items()},
         device=build.device,
         global_shapes=partial(_global_shapes, plan, build.mesh),
-        names=input_names,
+        input_names=input_names,
         targets=None if build.loss is None else target_names(build.loss),
         lower_half=lower_half,
         unit=partial(unit_of, axes, plan.setting("reduce"), not plan.setting("dtensor_outputs")),

@@ -234,7 +234,7 @@ _PRODUCTS = {
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mv.default,
     _aten.addmv.default, _aten.dot.default, _aten.convolution.default,
 }  # fmt: skip
-LOSS_GAVE = "what is traced gave "
+_TRACED_GAVE = "what is traced gave "
 # What Dynamo refuses although it can be traced by running it.
 _RUNS = (_REQUIRES_GRAD, _CHANGES_GRAD, _GRAD_FN, _ENTERS, _WITHIN_FUNC, _SELECTS)
 
@@ -250,7 +250,7 @@ def may_run(error: Exception) -> bool:
     """
     text = str(error)
     # Errors of the model itself, of its result, of values or of kernels would be the same in such a run.
-    if not isinstance(error, TorchDynamoException) or re.search(rf"{LOSS_GAVE}|Found <class", text):
+    if not isinstance(error, TorchDynamoException) or re.search(rf"{_TRACED_GAVE}|Found <class", text):
         return False
     if "ata-dependent" in text or any(re.search(pattern, text, re.DOTALL) for pattern in _KERNEL_ERRORS):
         return False
@@ -319,9 +319,9 @@ def _result_error(text: str, model: nn.Module, loss: Callable[..., object] | Non
     """Return the error for a result of ``model`` or ``loss`` that a program cannot have. None if ``text``, the message
     of the error in the trace, is about something else.
     """
-    # LOSS_GAVE and "Found <class" are the texts of `check_result` and AOTAutograd.
+    # _TRACED_GAVE and "Found <class" are the texts of `check_result` and AOTAutograd.
     name, model_line = type(model).__name__, user_frame([defined_at(type(model).forward)])
-    if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
+    if gave := re.search(rf"{_TRACED_GAVE}([^'\"\\]*)", text):
         if loss is None:
             return error_at(model_line, f"{name} returns no tensor", "return what a step computes")
         return error_at(
@@ -410,18 +410,19 @@ def _inputs_text(inputs: Sequence[tuple[str, Tensor]]) -> str:
 def check_result(out: PyTree, is_loss: bool) -> None:
     """Raises ValueError if a model cannot be traced with the result ``out``: a loss must be a real tensor of one
     element, and a result must have a tensor and only values of known classes.
+
+    It runs inside the trace. By the texts of its errors, `_result_error` makes the error that the user sees.
     """
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise ValueError(f"{LOSS_GAVE}{kind}")
+        raise ValueError(f"{_TRACED_GAVE}{kind}")
     leaves = pytree.tree_leaves(out)
-    # Texts of these errors are those that `_result_error` looks for.
     has_tensor = any(isinstance(x, Tensor) for x in leaves)
     for x in leaves:  # where there is a tensor, AOTAutograd refuses all other unknown classes
         if isinstance(x, Enum | np.ndarray) or not (has_tensor or isinstance(x, int | float | str | None)):
-            raise ValueError(f"Found <class '{type(x).__name__}'> in output")
+            raise ValueError(f"Found <class '{type(x).__name__}'> in output")  # as AOTAutograd says it
     if not has_tensor:
-        raise ValueError(LOSS_GAVE)
+        raise ValueError(f"{_TRACED_GAVE}no tensor")
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:

@@ -170,16 +170,16 @@ class ReachableState:
         """
         # A guard on the keys, length or type, then guards on each part.
         if isinstance(value, dict):
-            self._contain(expression, value, "keys")
+            self._add_container(expression, value, "keys")
             for key, item in list(value.items()):
                 if type(key) in _LITERALS:
                     self._add(f"{expression}[{key!r}]", item)
         elif isinstance(value, list | tuple | deque):
-            self._contain(expression, value, "length")
+            self._add_container(expression, value, "length")
             for at, item in enumerate(value):
                 self._add(f"{expression}[{at}]", item)
         elif isinstance(value, set | frozenset):
-            self._contain(expression, value, "value")
+            self._add_container(expression, value, "value")
         elif isinstance(value, MethodType):
             self._add(f"{expression}.__func__", value.__func__)
             self._add(f"{expression}.__self__", value.__self__)
@@ -218,13 +218,13 @@ class ReachableState:
             if key not in without and key.isidentifier():
                 self._add(f"{expression}.{key}", item)
 
-    def _contain(self, expression: str, value: Any, what: Any) -> None:
-        """Adds a guard on ``what`` ("keys", "length" or "value") of the container ``value``, which ``expression``
-        names. Keeps a copy of its content.
+    def _add_container(self, expression: str, value: Any, what: Any) -> None:
+        """Adds the container ``value``, which ``expression`` names: a guard on its ``what`` ("keys", "length" or
+        "value"), and if it is mutable, a copy of its content, by which `changes` and `restore` find what a run changed.
         """
         self.reads.add(Read(expression, what))
         if not isinstance(value, tuple | frozenset):
-            self._containers.append(_Container(expression, value, value.copy(), "items"))
+            self._containers.append(_Container(expression, value, before=value.copy(), kind="items"))
 
 
 def _is_versioned(value: object) -> bool:

@@ -482,10 +482,10 @@ class Names:
 
     def block_of(self, name: str) -> int | None:
         """Returns the number of the captured block that ``name`` belongs to; None for none."""
-        block, _ = self._split(name) or (None, "")
+        block, _ = self._split_block(name) or (None, "")
         return block if block is not None and block < self.keep else None
 
-    def _split(self, name: str) -> tuple[int, str] | None:
+    def _split_block(self, name: str) -> tuple[int, str] | None:
         """Returns (block, name in the block) of the name of a module, parameter or op; None if it is in no block."""
         return self.run.split(name) or self.run.split(forward_name(name))
 
@@ -499,7 +499,7 @@ class Names:
             NotPeriodic: a family's numbers do not increase by the same amount from block to block.
         """
         for early, late, block in pairs:
-            if self._split(early) or self._split(late) or early == late:
+            if self._split_block(early) or self._split_block(late) or early == late:
                 continue  # a name with its block's number, or without any
             family, first, second = _numbers(early, late)
             stride = second - first
@@ -531,16 +531,16 @@ class Names:
 
     def node(self, name: str, shift: int = 0, placed: bool = False) -> str:
         """Returns the new name of node ``name``, moved by ``shift`` blocks. ``placed``: whether the node has a place in
-        a period, and so moves with its block; else a number in its name only makes room for new blocks before it.
+        a period, so that its number moves with its block; else the number grows by those of the copies before it.
         """
-        if self._split(name) or (numbered := self._family(name)) is None:
-            return self.module(name, shift)
+        if self._split_block(name) or (numbered := self._split_number(name)) is None:
+            return self.module(name, shift)  # it has its block's number, or none
         family, at, value = numbered
         stride, first_after, step = self._families[family]
-        blocks = self.missing * (value >= first_after)  # the number of copies that are numbered before it
+        copies_before = self.missing if value >= first_after else 0  # copies that are numbered before it
         if placed:
-            blocks = shift if step > 0 else self.missing - shift  # in reverse, later blocks are numbered first
-        return _with_number(name, at, value + stride * blocks)
+            copies_before = shift if step > 0 else self.missing - shift  # in reverse, later blocks are numbered first
+        return _with_number(name, at, value + stride * copies_before)
 
     def module(self, name: str, shift: int) -> str:
         """Returns the name of a module or parameter, shifted by ``shift`` blocks.
@@ -549,14 +549,14 @@ class Names:
         """
         if (cached := self._moved.get((name, shift))) is None:
             cached = name
-            if place := self._split(name):
+            if place := self._split_block(name):
                 block, rest = place
                 moved = block + (shift if block < self.keep else self.missing)
                 cached = name.removesuffix(self.run.name(block, rest)) + self.run.name(moved, rest)  # ``d.`` stays
             self._moved[name, shift] = cached  # many nodes share their module's name
         return cached
 
-    def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
+    def _split_number(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
         """Splits a numbered name ``d.add.7`` into (``("d", "add")``, position of the number, 7); else None."""
         parts = name.split(".")
         for at in range(1, len(parts) + 1):

@@ -344,7 +344,7 @@ def _key_count(local: Local, sequence: KeyBlocks, keys: Emitted) -> int:
     keys are split, all of them, since the bias hides the padding there.
     """
     count = local.builder.shape(keys)[2]
-    return min(local.call["keys"], count) if sequence.whole else count  # padding comes after all keys
+    return min(local.call["keys"], count) if sequence.has_all_keys else count  # padding comes after all keys
 
 
 def _finite(local: Local, sums: Emitted) -> Emitted:

@@ -61,8 +61,8 @@ class KeyBlocks:
         ranks, group: number of ranks along ``sent``, and name of their process group.
         gathers: whether keys are gathered; else ``ranks`` pass them around a ring (with one rank, nothing is sent).
         keys: number of keys without padding.
-        whole: whether each rank has all keys.
-        filled: whether some keys are padding that a mask must hide.
+        has_all_keys: whether each rank has all keys.
+        masks_padding: whether some keys are padding that a mask must hide.
     """
 
     def __init__(self, local: Local) -> None:
@@ -82,25 +82,25 @@ class KeyBlocks:
         queries = local.true_size(2, self.query.shape[2])
         # Padding is behind all keys; with a causal mask no query of the sequence sees it, so it needs no mask.
         causal_hides_padding = "causal" in local.call and local.call["causal"] and queries <= self.keys
-        self.whole = not split
+        self.has_all_keys = not split
         # Where keys are whole, the kernel gets their number without padding instead.
-        self.filled = self.key.shape[2] != self.keys and not self.whole and not causal_hides_padding
+        self.masks_padding = self.key.shape[2] != self.keys and not self.has_all_keys and not causal_hides_padding
 
     def blocks(self) -> Iterator[KeyBlock]:
-        """Yield the blocks: all keys if one mask covers them, else one per rank, or one per stripe (every n-th key) of
-        a rank.
+        """Yield the blocks: one of all keys if no axis splits the sequence, or if keys are gathered and cannot be cut
+        into causal stripes; else one per stripe (every n-th key) of each rank or, without stripes, one per rank.
         """
         causal = self.local.call["causal"]
-        if self.whole and not self.query.dim_axes(2):  # the sequence is not split: as on a single device
+        if self.has_all_keys and not self.query.dim_axes(2):  # the sequence is not split: as on a single device
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
             return
-        # Stripes need no mask as a tensor: they are causal by themselves. Else the bias has the mask.
-        stripes = self._stripe_digits() if causal and not self.filled else None
-        if self.gathers and stripes is None:
+        # Stripes need no mask as a tensor: they are causal by themselves. Else the bias contains the mask.
+        stripes = self._stripe_digits() if causal and not self.masks_padding else None
+        if self.gathers and stripes is None:  # the keys of all ranks, one rank after the other
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
             yield KeyBlock(self._concatenated, self._split_by_rank, 0, bias, blind=blind)
             return
-        for number in range(self.ranks):  # of a rank or, in a ring, its distance from this rank
+        for number in range(self.ranks):  # of the rank that has the keys or, in a ring, its distance from this rank
             if stripes is None:
                 bias, blind = self._bias([self._coordinates(number)])
                 yield KeyBlock(*self._shard_functions(number), number, bias, blind=blind)
@@ -111,7 +111,7 @@ class KeyBlocks:
         """Yield the blocks for a kernel that masks by the global positions of keys (`KeyBlock.columns`), without bias:
         a block of all keys that are here, or in a ring one of each rank's.
         """
-        if self.whole:  # keys 0, 1, 2, ...
+        if self.has_all_keys:  # keys 0, 1, 2, ...
             yield KeyBlock(_same, _same)
         elif self.gathers and not self.pending:  # all keys, which this puts in order: again 0, 1, 2, ...
             yield KeyBlock(self._in_order, self._out_of_order)
@@ -319,7 +319,7 @@ class KeyBlocks:
         # The strides at which the queries' bound digits begin and end: from the length n of a run down to 1.
         cuts = [prod(d.radix for d in bound[at:]) for at in range(len(bound) + 1)]
         run_length = cuts[0]
-        if self.key.shape[2] % run_length and self.whole:
+        if self.key.shape[2] % run_length and self.has_all_keys:
             return tuple(Digit(d.radix) for d in bound)  # keys are not split: the last run may be shorter
         fine = refine(self.mesh, self.key.dims[2], cuts)
         if fine is None:
@@ -347,7 +347,7 @@ class KeyBlocks:
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
         stripes_per_rank = prod(d.radix for d in minor if d.axis is None)
         # The keys of the shard that are cut into stripes: if it has all keys, those that are not padding.
-        length = min(self.keys, self.key.shape[2]) if self.whole else self.key.local_shape[2]
+        length = min(self.keys, self.key.shape[2]) if self.has_all_keys else self.key.local_shape[2]
         # A stripe of the rank is a value of each local digit.
         for values in product(*(range(d.radix) if d.axis is None else (None,) for d in minor)):
             # Where this rank's queries and the keys of the stripe are in each run: sums of digit * stride. And the
@@ -411,7 +411,7 @@ class KeyBlocks:
         call, run = self.local.call, self.run
         bias = self.local.operand("bias")
         # A rank has the bias for all keys, of which it selects the columns of this block's keys.
-        if bias is not None and not self.whole and call["bias"].shape[-1] > 1:
+        if bias is not None and not self.has_all_keys and call["bias"].shape[-1] > 1:
             columns = self._key_positions(ranks)
             if self.key.shape[2] != self.keys:  # padding has no column; queries do not see it, so any will do
                 columns = run(aten.clamp.default, columns, 0, self.keys - 1)
@@ -423,7 +423,7 @@ class KeyBlocks:
             bias = mask if bias is None else run(aten.add.Tensor, bias, mask)
         # In a block of all keys, a query sees none only if it sees none on a single device: the kernel's result for it
         # is right then.
-        if bias is None or self.whole or (self.gathers and not self.pending):
+        if bias is None or self.has_all_keys or (self.gathers and not self.pending):
             return bias, None
         # A query sees no key of the block if all of its scores are -inf.
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
@@ -433,13 +433,13 @@ class KeyBlocks:
         None if there are none.
         """
         run, causal, hidden = self.run, self.local.call["causal"], None
-        if not causal and not self.filled:
+        if not causal and not self.masks_padding:
             return None
         columns = self._key_positions(ranks)
         if causal:  # keys at later positions than the query's
             rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
             hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
-        if self.filled:
+        if self.masks_padding:
             padding = run(aten.unsqueeze.default, run(aten.ge.Scalar, columns, self.keys), 0)
             hidden = padding if hidden is None else run(aten.logical_or.default, hidden, padding)
         return hidden

@@ -57,7 +57,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> PyTree:
         with torch.no_grad():
             results = border.without_views(half, runner.run(half, runner.local(half.takes, feed)), feed)
         # Without a backward the check is due here: a layer of experts may have had more rows than room.
-        runner.check_loads(runner.routing.unchecked())
+        runner.check_loads(runner.routing.take_unchecked())
         if torch.is_grad_enabled():  # in grad mode, torch refuses in-place changes of a view that no_grad made
             results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
     _update_buffers(runner, results)
@@ -137,7 +137,7 @@ class StepContext(CallContext, Protocol):
     def maybe_clear_saved_tensors(self) -> None: ...
 
 
-def _note_call(ctx: CallContext, runner: Runner, takes: list[Role], feed: Feed, versions: list[int]) -> None:
+def _keep_for_backward(ctx: CallContext, runner: Runner, takes: list[Role], feed: Feed, versions: list[int]) -> None:
     """Sets the attributes of `CallContext` in ``ctx``, at the end of a forward."""
     ctx.runner, ctx.takes, ctx.feed, ctx.versions = runner, takes, feed, versions
     ctx.unreduced, ctx.call, ctx.freed = runner.sync.unreduced(), runner.groups.consistency.call, False
@@ -194,8 +194,8 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: StepContext, runner: Runner, *feed: Any) -> tuple[object, ...]:
-        """Runs the forward graph on ``feed``, its arguments. Returns outputs and base tensors of views
-        (`Border.split_results`).
+        """Runs the forward graph on ``feed``, its arguments, and keeps in ``ctx`` what the backward reads and checks.
+        Returns outputs and base tensors of views (`Border.split_results`).
         """
         half = runner.half(FORWARD)
         results = runner.run(half, runner.local(half.takes, feed))
@@ -206,10 +206,10 @@ class Step(torch.autograd.Function):
         # Hooks on saved tensors, which may keep values without their strides.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.strides = [x.stride() if isinstance(x, Tensor) else () for x in saved] if hooked else None
-        # `listened` is filled when outputs are handed out (`Border.hand_out`).
-        ctx.changes, ctx.listened, ctx.loads = border.watch(outputs), [], runner.routing.unchecked()
+        # For checks in the backward: in-place changes, hooks (added by `Border.hand_out`), rows beyond the capacity.
+        ctx.changes, ctx.listened, ctx.loads = border.watch(outputs), [], runner.routing.take_unchecked()
         needed_feed = [x if needed else None for x, needed in zip(feed, border.needed, strict=True)]
-        _note_call(ctx, runner, [port.role for port in half.takes], needed_feed, list(_versions(runner, feed)))
+        _keep_for_backward(ctx, runner, [port.role for port in half.takes], needed_feed, list(_versions(runner, feed)))
         ctx.mark_non_differentiable(*border.without_gradients(outputs))
         return tuple(outputs)
 
@@ -321,7 +321,7 @@ class StepInMicrobatches(torch.autograd.Function):
         ctx.step, program = step(), runner.program
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(version_of, feed))
-        _note_call(ctx, runner, takes, feed, versions)
+        _keep_for_backward(ctx, runner, takes, feed, versions)
         outputs = _unaliased_outputs(program, ctx.step, takes, feed)
         with_gradient = {("output", index) for index in program.tangents}
         # New values of buffers too, which are among the outputs.
@@ -378,7 +378,7 @@ def _run_microbatches(runner: Runner, inputs: list[Tensor]) -> PyTree:
         a layer of experts exceeded its capacity.
         """
         computed = Microstep(program, run_step, grad, _on_this_rank)
-        runner.check_loads(runner.routing.unchecked())
+        runner.check_loads(runner.routing.take_unchecked())
         return computed
 
     # What the graphs take, by kind and name; several graphs may take the same.

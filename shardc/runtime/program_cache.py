@@ -385,9 +385,10 @@ class ProgramCache:
         return Signature.of(mode, TorchGlobalState.now(self.spec.device), self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[str]:
-        """Returns a name for each tensor or other leaf in the arguments of a call."""
-        targets = len(self.spec.targets or ()) * self.with_loss(args, kwargs)
-        return self.spec.names(self.params.view, args, kwargs, targets)
+        """Returns a name for each tensor or other leaf in the arguments of a call, which may end with the loss's."""
+        loss_args = len(self.spec.targets or ()) if self.with_loss(args, kwargs) else 0
+        model = self.params.view
+        return self.spec.input_names(model, args, kwargs, loss_args)
 
     def apply_assignments(self, program: Executable) -> None:
         """Sets attributes of the model to the values that its forward assigned during capture. On one device the

@@ -78,7 +78,7 @@ class RankConsistency:
         self._comparisons = Comparisons(self._prefix, rank, self.ranks, lambda rank: self.place(rank))
         self._lost = LostRanks(self._prefix, rank, self.ranks)
         self._samples = StackSamples()
-        self._interrupt = WeakMethod(interrupt)
+        self._interrupt_ref = WeakMethod(interrupt)
         self._past: deque[str] = deque(maxlen=_PAST)  # hashes of past events
         self._period = 1  # the next event is predicted to equal the one so many events before
         self._runs: dict[str, Event] = {}  # events that `runs` registers, by their text
@@ -542,7 +542,7 @@ class RankConsistency:
 
     def _end_waits_if_broken(self) -> None:
         """Aborts the collective in which this rank waits, if the mesh's groups are broken. The wait then raises."""
-        if self._broken and (interrupt := self._interrupt()) is not None:  # a running mesh is alive
+        if self._broken and (interrupt := self._interrupt_ref()) is not None:  # the mesh may be gone
             interrupt()
 
     def _break_if_running(self, store: dist.Store) -> None:

@@ -47,7 +47,7 @@ class Routing:
         if noted.loads:
             self.loads += loads_of(graph, noted)
 
-    def unchecked(self) -> Loads:
+    def take_unchecked(self) -> Loads:
         """Returns the recorded loads (`Load`) of layers of experts that were not yet checked against the capacity,
         and removes them from the record.
         """

@@ -36,7 +36,7 @@ class ShardingSpec:
         homes: device of each parameter between steps.
         device: device on which programs run.
         global_shapes: (name, local shape) of the inputs -> their global shapes, by the plan.
-        names: (template, args, kwargs, number of args for the loss) -> a name for each pytree leaf.
+        input_names: (template, args, kwargs, number of args for the loss) -> a name for each pytree leaf.
         targets: names of the loss's arguments after the model's output; None without a loss.
         lower_half: lowers local graphs.
         unit: (roles of the outputs, layout of an input) -> factor of an input's gradient, for losses of each rank.
@@ -56,7 +56,7 @@ class ShardingSpec:
     homes: dict[str, ParamLocation]
     device: torch.device
     global_shapes: Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int, ...]]]
-    names: Callable[..., list[str]]
+    input_names: Callable[..., list[str]]
     targets: tuple[str, ...] | None
     lower_half: Lower
     unit: Callable[[Sequence[Role], Layout], float]

@@ -84,18 +84,21 @@ class Schedule:
         starts, free = list(filter(is_start, graph.nodes)), prefetchable(graph)
         uses = {node: _first_use(node, priority) for node in starts}
         _start_early_wait_late(graph, starts, free, priority)
-        collectives = [node for node in starts if move_kind(node) is None]
         # Gathers first, then what these may wait for: moves to the device and float8 maxima. What can start at once
         # stands before all ops (the first has position 0), and moves before gathers.
-        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, first=-1.0)
-        sink_to_first_use(graph, free, priority)  # with a gather, what it reads
-        fetches = [node for node in starts if node in free]
+        collectives = [node for node in starts if move_kind(node) is None]
+        gathers = [node for node in collectives if _always_ready(node, free)]
+        self._prefetch(gathers, uses, priority, first=-1.0)
+        sink_to_first_use(graph, free, priority)  # what a gather reads goes where the gather went
+        before_gathers = [node for node in starts if node in free]
         # Their uses are their waits, which stand right before a gather now.
-        wait_positions = {node: min((priority[wait] for wait in waits_of(node)), default=inf) for node in fetches}
-        self._prefetch(fetches, wait_positions, priority, first=-2.0)
-        sink_to_first_use(graph, free.difference(fetches), priority)
-        _place_final_waits(graph, collectives, free, priority, self.max_in_flight)
-        _place_final_waits(graph, list(filter(is_stored, starts)), free, priority, self.max_in_flight)
+        wait_positions = {node: min((priority[x] for x in waits_of(node)), default=inf) for node in before_gathers}
+        self._prefetch(before_gathers, wait_positions, priority, first=-2.0)
+        sink_to_first_use(graph, free.difference(before_gathers), priority)
+        stored = list(filter(is_stored, starts))  # moves of saved values to the host
+        for group in (collectives, stored):
+            _place_final_waits(graph, group, free, priority, self.max_in_flight)
+        # At last the gathers that plan entries name, and again what they read.
         wanted = prioritize(graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
             sink_to_first_use(graph, free, priority)
