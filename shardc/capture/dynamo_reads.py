@@ -209,9 +209,9 @@ def reads_of(
             return False  # such as objects that the trace itself put there
         if not isinstance(value, Tensor):
             return True
-        # A parameter or buffer; or one that needs a gradient and that the graph does not take, as `functional_call`
-        # reads those that it replaces.
-        if id(value) in tensor_ids or value.requires_grad and id(value) not in graph_inputs:
+        # `functional_call` reads the parameters that it replaces, which the graph then does not take.
+        is_unused = value.requires_grad and id(value) not in graph_inputs
+        if id(value) in tensor_ids or is_unused:
             return False
         _refuse_tensor(text, value, guard)
         return True
@@ -224,8 +224,11 @@ def reads_of(
         if text is None or _TRACING_MODULES.search(text):
             continue
         read = _read_of(guard, text)
-        # Another expression than that of the guard is of an environment variable, which may be absent.
-        if read is not None and (read.expression != text or varies(text, guard)):
+        if read is None:
+            continue
+        # For a variable, `_read_of` adds its name to ``text``, which is os.environ. It may be absent, or come later.
+        of_environment_variable = read.expression != text
+        if of_environment_variable or varies(text, guard):
             reads.add(read)
     codes = traced_code(trace.graph_capture_output)
     _refuse_class_queries(model, codes)

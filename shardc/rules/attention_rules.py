@@ -325,10 +325,10 @@ def _call_local(local: Local) -> Emitted:
     """Emit attention of this rank's queries to all keys, block by block; return [output, log-sum-exp]."""
     run, sequence, attended = local.builder.call, KeyBlocks(local), Attended(local)
     scale, query = local.call["scale"], local.operand("query")
-    # A block has a mask of its own: a bias, the kernel's causal mode, or that (`when`) one position later.
+    # A block has a mask of its own: a bias, the kernel's causal mode, or that (`mask_options`) one position later.
     for block, k, v in sequence.with_keys(sequence.blocks()):
         keys = _key_count(local, sequence, k)
-        results = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
+        results = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.mask_options)
         block_out, block_sums = run(getitem, results, 0), run(getitem, results, 1)
         # The kernel returns 0 for a query that sees no key of the block; -inf gives the block no share in its output.
         if block.blind is not None:
@@ -377,10 +377,10 @@ def _gradient_local(local: Local) -> Emitted:
     def of_block(block: KeyBlock, k: Emitted, v: Emitted) -> list[Emitted]:
         """Emit and return the gradients for one block, with the keys ``k`` and the values ``v``."""
         keys = _key_count(local, sequence, k)
-        grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.when)
+        grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.mask_options)
         return [run(getitem, grads, at) for at in range(3)]  # of the queries, and of the block's keys and values
 
-    # It adds those of the queries over the blocks, and sends those of keys and values to the rank that has these.
+    # `gradients` adds the queries' over the blocks, and sends the keys' and values' to the rank that has these.
     return sequence.gradients(sequence.blocks(), of_block)
 
 

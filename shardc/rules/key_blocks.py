@@ -45,7 +45,7 @@ class KeyBlock:
     columns: Emitted | None = None
 
     @property
-    def when(self) -> dict[str, Emitted]:
+    def mask_options(self) -> dict[str, Emitted]:
         """Return keyword arguments of the kernel: ``{"later": later}``, or {} if ``later`` is None."""
         return {} if self.later is None else {"later": self.later}
 

@@ -134,12 +134,16 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
     """Yield each strategy in which every axis of ``mesh`` is used: it either splits a factor, or the operands are
     partial over it and the pending reduction passes through the op.
     """
-    # Each axis has one of the uses (`_uses`): a tuple carries a reduction; a name or a `Routed` splits factors.
-    for uses in product(_uses(spec), repeat=len(mesh.axes)):
-        carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
+    for uses in product(_uses(spec), repeat=len(mesh.axes)):  # one use for each axis
+        carried: list[tuple[str, str, frozenset[int]]] = []  # (axis, reduce op, positions of the partial operands)
         split: dict[str, list[str]] = {}  # factor -> the axes that split it
         for axis, use in zip(mesh.axes, uses, strict=True):
-            factors = (use,) if isinstance(use, str) else (use.rows, use.owners) if isinstance(use, Routed) else ()
+            if isinstance(use, tuple):
+                reduce_op, partial_operands = use
+                carried.append((axis, reduce_op, partial_operands))
+                continue
+            # A `Routed` has two factors, which an axis splits at once.
+            factors = (use.rows, use.owners) if isinstance(use, Routed) else (use,)
             for factor in factors:
                 split.setdefault(factor, []).append(axis)
         # Every way to split each factor over its axes.

@@ -85,13 +85,13 @@ def is_padded(local: Local) -> bool:
 def _unpadded_slices(pieces: Pieces) -> Emitted | None:
     """Return how many of this rank's slices are not padding, int64 [1]; None if the scanned dim has no padding."""
     run, builder = pieces.local.builder.call, pieces.local.builder
-    if pieces.elements == pieces.layout.shape[0]:
+    if pieces.true_size == pieces.layout.shape[0]:
         return None
     if not pieces.axes:
-        return run(aten.full.default, [1], pieces.elements, dtype=torch.int64, device=builder.device)
+        return run(aten.full.default, [1], pieces.true_size, dtype=torch.int64, device=builder.device)
     # Padding is behind all elements: elements - (slices before this rank's), at least 0 and at most its size.
     before = run(aten.mul.Scalar, builder.coordinate(pieces.axes), -pieces.size)
-    return run(aten.clamp.default, run(aten.add.Scalar, before, pieces.elements), 0, pieces.size)
+    return run(aten.clamp.default, run(aten.add.Scalar, before, pieces.true_size), 0, pieces.size)
 
 
 def _scales(

@@ -7,7 +7,7 @@ window reaches.
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Sequence
 from itertools import product
 from operator import getitem
 
@@ -16,12 +16,24 @@ import torch
 import shardc.custom_ops.window_ops  # noqa: F401  (the ops)
 from shardc.ir.comm import WAIT
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 from shardc.rules.notation import FREE, WHOLE, Loops
 from shardc.rules.positions import positions, to_local_indices, zero_unless
 from shardc.rules.rule import ANY, Call, Emitted, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
+
+
+def _group_ranks(mesh: Mesh, axes: Sequence[str]) -> list[int]:
+    """Return, for each piece of a dim that ``axes`` split (major to minor), the index in their group of the rank that
+    holds it. A group numbers its ranks by the mesh's order of axes.
+    """
+    by_piece = list(product(*(range(mesh.size(axis)) for axis in axes)))  # indices of each piece's rank along ``axes``
+    in_mesh_order = sorted(range(len(axes)), key=lambda at: mesh.order(axes[at]))  # positions in ``axes``
+    by_group_rank = sorted(by_piece, key=lambda indices: [indices[at] for at in in_mesh_order])
+    group_rank = {indices: rank for rank, indices in enumerate(by_group_rank)}
+    return [group_rank[indices] for indices in by_piece]
 
 
 class Pieces:
@@ -40,7 +52,7 @@ class Pieces:
         ranks, group: number of pieces, and name of the process group of the ranks that hold them.
         members: for each piece, in the order of the dim, the index in the group of the rank that holds it.
         size: elements of a piece, padding included.
-        elements: elements of the dim, without padding, which is behind them.
+        true_size: elements of the dim, without padding, which is behind them.
     """
 
     def __init__(self, local: Local, at: int, dim: int) -> None:
@@ -48,23 +60,19 @@ class Pieces:
         self.layout: Layout = local.operands[at]
         self.axes = self.layout.dim_axes(dim)
         mesh = self.layout.mesh
-        in_group = sorted(self.axes, key=mesh.order)
-        self.ranks, self.group = local.builder.group(tuple(in_group)) if self.axes else (1, "")
-        # A group numbers its ranks by the mesh's order of axes, but pieces are numbered by the dim's. So: the index
-        # along each axis of each piece's rank, and from these its number in the group.
-        ranges = [range(mesh.size(axis)) for axis in self.axes]
-        places = [dict(zip(self.axes, indices, strict=True)) for indices in product(*ranges)]
-        self.members = [reduce(lambda n, a: n * mesh.size(a) + place[a], in_group, 0) for place in places]
+        in_mesh_order = tuple(sorted(self.axes, key=mesh.order))
+        self.ranks, self.group = local.builder.group(in_mesh_order) if self.axes else (1, "")
+        self.members = _group_ranks(mesh, self.axes)
         self.size = self.layout.local_shape[dim]
         # `Local.true_size` numbers dims through all operands.
         dims_before = sum(len(layout.shape) for layout in local.operands[:at])
-        self.elements: int = local.true_size(dims_before + dim, self.layout.shape[dim])
+        self.true_size: int = local.true_size(dims_before + dim, self.layout.shape[dim])
 
     def with_zero_padding(self, x: Emitted) -> Emitted:
         """Return ``x`` with zeros in the padding of the dim, behind its true size."""
-        if self.elements == self.layout.shape[self.dim]:
+        if self.true_size == self.layout.shape[self.dim]:
             return x
-        inside = self.run(aten.lt.Scalar, positions(self.local, self.layout, self.dim, None), self.elements)
+        inside = self.run(aten.lt.Scalar, positions(self.local, self.layout, self.dim, None), self.true_size)
         return zero_unless(self.local, self._broadcastable(inside, self.size), x)
 
     def from_rank(self, x: Emitted, begin: int, end: int, away: int) -> Emitted | None:
@@ -137,7 +145,7 @@ class Pieces:
         if by > 0:
             enters = self.run(aten.lt.Scalar, at, count)
         else:
-            at = self.run(aten.sub.Tensor, at, self.elements - count)
+            at = self.run(aten.sub.Tensor, at, self.true_size - count)
             enters = self.run(aten.ge.Scalar, at, 0)
         index = self.run(aten.clamp.default, at, 0, count - 1)  # of the others any index will do
         entering = self.run(aten.index_select.default, fill, self.dim, index)

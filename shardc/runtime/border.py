@@ -359,13 +359,13 @@ class Border:
         half = self.half(FORWARD)
         out, base = outputs[at], self._aliased_tensor(half, at, shared, outputs, feed)
         if base is not None:
-            # A view already, or one that no strides make of `base`: of another dtype, or `base` was copied meanwhile.
-            if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
-                return out
-            return base.as_strided(out.shape, out.stride(), out.storage_offset())
+            base_was_copied = memory_of(base) != memory_of(out)  # meanwhile, as an earlier output
+            stays = out._is_view() or base_was_copied or base.dtype != out.dtype  # strides keep the dtype
+            return out if stays else base.as_strided(out.shape, out.stride(), out.storage_offset())
         # Detached, it has a version counter that `check` reads: a change, which reaches the saved values, is refused.
-        only_saved = shared.feed_index is None and shared.first is None and not shared.constant
-        return out.detach() if only_saved and self._aliasing[half][at].read_by else out.clone()
+        shares_saved_only = shared.feed_index is None and shared.first is None and not shared.constant
+        one_device_refuses = bool(self._aliasing[half][at].read_by)
+        return out.detach() if shares_saved_only and one_device_refuses else out.clone()
 
 
 def read_only(

@@ -92,7 +92,7 @@ def _global_norm(
     total = stacked.max() if largest else stacked.pow(order).sum()
     if whole.mesh.ranks > 1:  # `whole`: over all pipeline stages
         name = whole.add([whole.mesh.axes])[group_name(whole.mesh.axes)]
-        with groups.consistency.reduces("clip_grad_norm_()"):
+        with groups.consistency.communicates("clip_grad_norm_()"):
             reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
             total = torch.ops._c10d_functional.wait_tensor(reduced)
     return total if largest else total.pow(1.0 / order)

@@ -81,7 +81,7 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
             f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
         )
     out = {}
-    with groups.consistency.shares_errors(), groups.consistency.reduces("expert_tokens()"):
+    with groups.consistency.shares_errors(), groups.consistency.communicates("expert_tokens()"):
         for where, (counts, over) in state.cache.routing.tokens.items():
             if over:  # name of the group of ranks that have other tokens; "" if there are none
                 axes = group_axes(over, groups.mesh) or ()

@@ -200,7 +200,7 @@ class Owners:
     def share(self, value: T) -> dict[int, T]:
         """Returns each rank's ``value``, by global rank; a collective of objects that can be pickled."""
         everyone = [value] * len(self.ranks)
-        with self.groups.consistency.reduces("optimizer.state_dict()"):
+        with self.groups.consistency.communicates("optimizer.state_dict()"):
             dist.all_gather_object(everyone, value, group=self.group)
         return dict(zip(self.ranks, everyone, strict=True))
 
@@ -247,7 +247,7 @@ class Owners:
         sizes_sent = [sum(map(len, tensors)) for tensors in outgoing.values()]
         sizes_received = list(map(sum, incoming.values()))
         buffer = flat.new_empty(sum(sizes_received))
-        with self.groups.consistency.reduces("optimizer.step()"):
+        with self.groups.consistency.communicates("optimizer.step()"):
             dist.all_to_all_single(buffer, flat, sizes_received, sizes_sent, group=self.group)
         pieces = {
             rank: iter(part.split(sizes))

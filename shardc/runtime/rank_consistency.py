@@ -176,7 +176,7 @@ class RankConsistency:
             self.running = False
 
     @contextmanager
-    def reduces(self, method: str) -> Iterator[None]:
+    def communicates(self, method: str) -> Iterator[None]:
         """Context manager around torch's own collectives, such as an all-reduce of norms, called by ``method``.
         Registers ``method`` as an event, like `runs`, so that other ranks know of it.
         """

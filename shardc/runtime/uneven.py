@@ -126,7 +126,7 @@ def gather(x: Tensor, groups: Groups, axes: Axes, what: str = "exchange of rows"
     """
     group = groups.group(axes)
     out = [torch.empty_like(x) for _ in range(group.size())]
-    with groups.consistency.reduces(what):
+    with groups.consistency.communicates(what):
         dist.all_gather(out, x, group=group)
     return out
 

@@ -173,10 +173,10 @@ class _Search:
 
     Attributes:
         nodes: node of each output.
-        at_index: index of an output of the model -> its position.
+        position_of: index of an output of the model -> its position.
         returned: position of an output that is a tensor -> how one device returns it. An output that is returned twice
             is there once.
-        takes: (kind, name) of an argument of the graph -> its position.
+        argument_at: (kind, name) of an argument of the graph -> its position.
         axes: position of an output -> mesh axes of its layout.
         views, bases: those that the search has found so far.
         copies: positions of outputs that share memory with another tensor on one device and are no views here.
@@ -190,13 +190,16 @@ class _Search:
     dtensors: bool
 
     def __post_init__(self) -> None:
+        """Makes the tables that the search looks positions up in. Its results are empty so far."""
         roles = self.program.outputs
         self.nodes: list[Any] = [node for _, node in ir.outputs(self.half.graph)][: len(roles)]
-        self.at_index = {role.index: at for at, role in enumerate(roles) if role.kind == "output"}
+        self.position_of = {role.index: at for at, role in enumerate(roles) if role.kind == "output"}
         # How one device returns each output that is a tensor; of one that is returned twice (`same`), the first.
-        returned = {at: self.program.returned[index] for index, at in self.at_index.items()}
-        self.returned = {at: x for at, x in returned.items() if isinstance(self.outputs[at], Tensor) and x.same is None}
-        self.takes = {(port.role.kind, port.role.name): at for at, port in enumerate(self.half.takes)}
+        all_returned = {at: self.program.returned[index] for index, at in self.position_of.items()}
+        self.returned = {
+            at: x for at, x in all_returned.items() if isinstance(self.outputs[at], Tensor) and x.same is None
+        }
+        self.argument_at = {(port.role.kind, port.role.name): at for at, port in enumerate(self.half.takes)}
         self.axes = {at: _axes(role.layout) for at, role in enumerate(roles)}
         self.views: dict[int, View] = {}
         self.bases: list[Base] = []  # tensors of which several outputs are views
@@ -210,7 +213,7 @@ class _Search:
         by_unreturned_memory: dict[int, list[int]] = {}  # outputs that share a memory that is no output or argument
         for at, aliasing in self.returned.items():
             if aliasing.of_output is not None:
-                source = self.at_index[aliasing.of_output]
+                source = self.position_of[aliasing.of_output]
                 detached = at not in self.differentiable and source in self.differentiable
                 fits = self.axes[at] == self.axes[source]
                 self._add_view(at, source, from_feed=False, detached=detached, fits=fits)
@@ -250,16 +253,16 @@ class _Search:
 
     def _add_view_of_argument(self, at: int, aliasing: Returned, name: str) -> None:
         """Adds output ``at``, which on one device is a view of the input, buffer, parameter or constant ``name``."""
-        kind = next((kind for kind in ("input", "buffer", "param") if (kind, name) in self.takes), "constant")
+        kind = next((kind for kind in ("input", "buffer", "param") if (kind, name) in self.argument_at), "constant")
         if kind in ("input", "buffer"):
             # Buffers are replicated: `_add_view` tries the ops.
             fits = kind == "buffer" or self.axes[at] == _axes(dict(self.program.inputs)[name])
             detached = at not in self.differentiable
-            self._add_view(at, self.takes[kind, name], from_feed=True, detached=detached, fits=fits)
+            self._add_view(at, self.argument_at[kind, name], from_feed=True, detached=detached, fits=fits)
         elif kind == "constant" or self.dtensors or aliasing.itself:
             self.copies.add(at)
         # A view of a parameter stays as the graph returns it, if it is in the parameter's memory.
-        elif memory_of(self.feed[self.takes[kind, name]]) != memory_of(self.outputs[at]):
+        elif memory_of(self.feed[self.argument_at[kind, name]]) != memory_of(self.outputs[at]):
             self.copies.add(at)
 
     def _add_views_of_unreturned(self, group: Sequence[int]) -> None:

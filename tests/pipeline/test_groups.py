@@ -76,7 +76,11 @@ def check_interrupts() -> None:
     if rank == 3:  # connections to it close before it hears why
         hears = groups.consistency._on_failure
         groups.consistency._on_failure = lambda *message: (time.sleep(0.3), hears(*message))[1]
-    with pytest.raises(error, match=text), groups.consistency.shares_errors(), groups.consistency.reduces("a step"):
+    with (
+        pytest.raises(error, match=text),
+        groups.consistency.shares_errors(),
+        groups.consistency.communicates("a step"),
+    ):
         if rank == 0:
             raise ValueError("of rank 0")
         if rank == 2:

@@ -78,34 +78,32 @@ class Decompose:
         if self.pieces == 1 or (self.cost is None and self.pieces == "auto"):
             return gm
         before_products = ir.ancestors(filter(flops_of, gm.graph.nodes))
-        starts = [node for node in gm.graph.nodes if node in before_products and _is_of_activations(node)]
+        collectives = [node for node in gm.graph.nodes if node in before_products and _is_activation_collective(node)]
         counts = PIECES if self.pieces == "auto" else (int(self.pieces),)
-        options = (self._try_chunks(gm.graph, starts, count) for count in counts)
-        _, chosen, reasons = max(options, key=itemgetter(0))  # most seconds saved; on a tie the fewest chunks
+        plans = (self._plan(gm.graph, collectives, count) for count in counts)
+        _seconds_saved, plan, reasons = max(plans, key=itemgetter(0))  # on a tie the fewest chunks
         if self.report is not None:
-            for node in starts:
-                record, count = ir.info(node), chosen.count if node in chosen.cuts else 1
+            for node in collectives:
+                record, count = ir.info(node), plan.count if node in plan.cuts else 1
                 self.report(Candidate(record.name, record.origin.module, record.origin.source, count, reasons[node]))
-        if chosen.cuts:
-            make_pieces(gm.graph, chosen.cuts)
+        if plan.cuts:
+            make_pieces(gm.graph, plan.cuts)
             gm.graph.lint()
             gm.recompile()
         return gm
 
-    def _try_chunks(
-        self, graph: fx.Graph, starts: list[fx.Node], count: int
-    ) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """Plans the split of the collectives ``starts`` into ``count`` chunks each; the graph is not changed. Returns
+    def _plan(self, graph: fx.Graph, collectives: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
+        """Plans the split of ``collectives`` into ``count`` chunks each; the graph is not changed. Returns
         (predicted seconds saved, the nodes to compute in chunks, collective -> reason for its decision).
 
         With ``pieces`` "auto" those collectives are left out that would take about as long, or longer, in chunks.
         """
-        cuts = _Cuts(graph, count, starts)
-        reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
+        cuts = _Cuts(graph, count, collectives)
+        reasons = dict.fromkeys(collectives, "as the option says") | cuts.stopped
         if self.pieces != "auto":  # a fixed number of chunks needs no prediction
             return 0.0, cuts, reasons
         saved, paying = 0.0, []
-        for node in starts:
+        for node in collectives:
             if node not in cuts.cuts:  # it cannot be split: `cuts.stopped` has the reason
                 continue
             whole_seconds, chunked_seconds = self._seconds(cuts, node)
@@ -184,7 +182,7 @@ class Decompose:
         return self.compute.compute_seconds(operations / count, nbytes, ir.value(x).dtype)
 
 
-def _is_of_activations(node: fx.Node) -> bool:
+def _is_activation_collective(node: fx.Node) -> bool:
     """Returns whether ``node`` is a gather or reduction of an activation, not of a parameter."""
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
