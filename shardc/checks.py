@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardc._compat import pytree
 from shardc.capture.dynamo_reads import OF_LOSS
-from shardc.errors import InputError, PrecompiledError
+from shardc.errors import InputError, PrecompiledError, ShardcWarning
 from shardc.ir.code import calling_line
 from shardc.ir.inner import flattened
 from shardc.ir.kinds import why_refused
@@ -27,6 +30,7 @@ from shardc.lower import BACKENDS
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled
+from shardc.runtime.memory_ranges import range_of
 from shardc.runtime.module import ShardedModule
 from shardc.search.request import Auto
 from shardc.validate import checked
@@ -100,6 +104,7 @@ def _check_model(model: object, loss: object) -> None:
     if isinstance(model, nn.Module):
         _check_wrappers(model)
         _check_tensors(model)
+        _check_memory(model)
 
 
 def _check_in_place(model: object) -> None:
@@ -181,3 +186,29 @@ def _check_tensors(model: nn.Module) -> None:
                 raise InputError(
                     f"{kind} {name!r} is {what}", fix=f"put in its place {instead.format(f'model.{name}')}"
                 )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raises InputError if a trained parameter shares memory with another parameter or buffer: one device changes both,
+    and in a compiled module each has memory of its own. Warns if others share memory.
+
+    Tensors with gaps between their elements are left out.
+    """
+    ranges: list[tuple[int, int, str, bool]] = []  # addresses, name, whether it is trained
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, x in named:
+            if x.is_meta or isinstance(x, DTensor) or is_traceable_wrapper_subclass(x):
+                continue
+            start, end = range_of(x)
+            if start < end and end - start == x.numel() * x.itemsize:
+                ranges.append((start, end, f"{kind} {name!r}", x.requires_grad))
+    before: list[tuple[int, int, str, bool]] = []  # ranges that reach to the present one
+    for start, end, name, trained in sorted(ranges, key=lambda x: (x[0], -x[1])):  # the longer of two first
+        before = [other for other in before if other[1] > start]
+        for _, _, other, other_trained in before:
+            what = f"{other} and {name} share memory and are two tensors, which a compiled module has apart"
+            if trained or other_trained:
+                fix = "tie them by giving both modules one nn.Parameter, or clone() one; transpose it in forward"
+                raise InputError(what, source=calling_line(), fix=fix)
+            warnings.warn(ShardcWarning(f"{what}: a change of one does not reach the other"), stacklevel=7)
+        before.append((start, end, name, trained))

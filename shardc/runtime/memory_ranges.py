@@ -21,13 +21,13 @@ class MemoryRanges:
         self._starts: list[int] = []
         self._ends: list[int] = []
         for x in tensors:
-            self._add(*_range_of(x))
+            self._add(*range_of(x))
 
     def unaliased(self, x: Tensor) -> Tensor:
         """Returns ``x`` and adds its memory. Returns a copy if some of its memory is in a range, or is that of several
         of its elements (an expanded tensor).
         """
-        start, end = _range_of(x)
+        start, end = range_of(x)
         at = bisect_right(self._ends, start)  # the first range that ends after `start`
         shared = at < len(self._starts) and self._starts[at] < end
         if start < end and (shared or end - start < x.numel() * x.itemsize):
@@ -45,7 +45,7 @@ class MemoryRanges:
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
 
-def _range_of(x: Tensor) -> tuple[int, int]:
+def range_of(x: Tensor) -> tuple[int, int]:
     """Returns the addresses of the first byte of ``x`` and of that after its last one; equal if it has no elements."""
     start = x.data_ptr()
     if x.is_contiguous() or not x.numel():

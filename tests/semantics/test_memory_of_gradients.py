@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
+from shardc.errors import InputError, ShardcWarning
 from tests.ranks import run_ranks
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -184,3 +185,32 @@ def buffers_of_before(backend: str, trains: bool) -> None:
 @BACKENDS
 def test_buffers_that_get_each_others_values(backend: str) -> None:
     run_ranks(1, partial(buffers_of_before, backend, True), partial(buffers_of_before, backend, False))
+
+
+class Shared(nn.Module):
+    """Two layers and two buffers in one memory."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = nn.Parameter(self.first.weight.data.t())
+        self.register_buffer("counts", torch.zeros(4))
+        self.register_buffer("first_counts", self.counts[:2])
+        self.requires_grad_(trained)
+
+
+def test_tensors_in_one_memory_that_are_not_tied() -> None:
+    with pytest.raises(InputError, match=r"'first\.weight' and parameter 'second\.weight' share memory"):
+        shardc.compile(Shared(trained=True), shardc.Mesh(dp=2), shardc.ddp("dp"))
+    with pytest.warns(ShardcWarning) as caught:
+        shardc.compile(Shared(trained=False), shardc.Mesh(dp=2), shardc.ddp("dp"))
+    texts = [str(x.message) for x in caught]
+    assert len(texts) == 2 and any("'counts' and buffer 'first_counts' share memory" in text for text in texts)
+
+
+def test_parts_of_one_memory() -> None:
+    """They may be parameters of their own."""
+    model, whole = Shared(trained=True), torch.randn(8, 4)
+    model.first.weight, model.second.weight = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
+    del model.first_counts
+    shardc.compile(model, shardc.Mesh(dp=2), shardc.ddp("dp"))
