@@ -32,7 +32,7 @@ from shardc.capture.side_effects import Change
 from shardc.capture.slices import memory_of, value_of
 from shardc.errors import CaptureError
 from shardc.ir.code import is_of_library, module_name
-from shardc.ir.guards import Lookup, Read, Reads, parse
+from shardc.ir.guards import Lookup, Read, Reads, argument_scope, parse
 from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
 from shardc.ir.returned import Memory
@@ -123,7 +123,11 @@ _STATE_TABLE = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
 _TRACING_MODULES = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
 # The attribute in which nn.Module.compile keeps a compiled forward; it computes the same as forward.
 _COMPILED_CALL = "_compiled_call_impl"
-_MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
+_MODEL, _LOSS, _ARGUMENT = (
+    "L['self']._modules['model']",
+    "L['self']._loss[0]",
+    re.compile(r"L\['self'\]\._flat\[(\d+)\]"),
+)
 
 
 @contextmanager
@@ -181,9 +185,11 @@ def reads_of(
     loss: Callable[..., object] | None,
     states: Iterable[Read],
     graph_inputs: Collection[int],
+    objects: Mapping[str, object],
 ) -> Reads:
-    """Return the `Reads` of a trace of ``loss(model(...))``: the attributes and globals that it read, and ``states``
-    (reads of torch's global state). ``graph_inputs`` has the ``id`` of each tensor that the traced graph takes.
+    """Return the `Reads` of a trace of ``loss(model(...))``: the attributes and globals that it read, the parts of
+    ``objects`` (arguments that are no constants, by `argument_scope`), and ``states`` (reads of torch's global state).
+    ``graph_inputs`` has the ``id`` of each tensor that the traced graph takes.
 
     Raises:
         CaptureError: the code asks for the class of a tensor; or it reads a tensor that is no parameter, buffer or
@@ -191,7 +197,8 @@ def reads_of(
     """
     output = trace.graph_capture_output.output_graph
     imported = dict(trace.graph_capture_output.import_sources)  # Dynamo's name of a module -> the module's name
-    scopes: dict[str, Any] = {}  # our names of globals of code that cannot be imported -> the globals
+    # Our names of globals of code that cannot be imported, and of arguments -> the globals, the arguments.
+    scopes: dict[str, Any] = dict(objects)
     lookup = Lookup(model, loss, scopes)
     reads = {Read("model", "hooks"), *states}
     tensor_ids = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
@@ -257,9 +264,13 @@ def _expression(text: str, imported: Mapping[str, str], dynamo_globals: Mapping[
     Args:
         imported: Dynamo's name of an imported module -> the module's name.
         dynamo_globals: Dynamo's global names -> their values, among them the globals of code that cannot be imported.
-        scopes: our names of such globals -> the globals; extended.
+        scopes: our names of such globals -> the globals, extended; and of arguments -> the arguments.
     """
     text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
+
+    def argument(match: re.Match[str]) -> str:
+        scope_name = argument_scope(int(match[1]))
+        return f"scope({scope_name!r})" if scope_name in scopes else match[0]
 
     def renamed(match: re.Match[str]) -> str:
         if match[1] in imported:
@@ -276,7 +287,7 @@ def _expression(text: str, imported: Mapping[str, str], dynamo_globals: Mapping[
         scopes.setdefault(scope_name, module_globals)
         return f"scope({scope_name!r})"
 
-    text = re.sub(r"G\['(\w+)'\]", renamed, text)
+    text = _ARGUMENT.sub(argument, re.sub(r"G\['(\w+)'\]", renamed, text))
     return text if text and not re.search(r"\b[LG]\[", text) else None
 
 
@@ -302,6 +313,7 @@ def _refuse_tensor(text: str, value: Tensor, guard: Guard) -> None:
     """Raises CaptureError if the traced code reads the tensor ``value``, which ``text`` names and which is no parameter
     of the model, and it needs a gradient or is not a plain dense tensor.
     """
+    text = re.sub(r"scope\('argument(\d+)'\)", r"argument \1", text)
     if value.requires_grad:
         of_loss = text.startswith("loss")
         raise CaptureError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -67,20 +67,23 @@ class _Container:
 
 
 class ReachableState:
-    """The Python values that a model's code can read: attributes of its modules, of objects in them, and the globals
-    that code names.
+    """The Python values that a model's code can read: attributes of its modules, of objects in them and of arguments,
+    and the globals that code names.
 
     Values are read at any depth: items of containers, attributes of objects, variables around functions. Left out are
     the model's parameters and buffers, and what torch and Python define.
+
+    Args:
+        objects: arguments of the call, by `argument_scope`.
 
     Attributes:
         reads: guards that compare all of these values.
         scopes: see `Reads`.
     """
 
-    def __init__(self, model: nn.Module, loss: object) -> None:
+    def __init__(self, model: nn.Module, loss: object, objects: Mapping[str, object]) -> None:
         self.reads: set[Read] = set()
-        self.scopes: dict[str, Any] = {}
+        self.scopes: dict[str, Any] = dict(objects)
         self._tensors = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
         self._first: dict[int, tuple[str, object]] = {}  # id -> (first expression, the object)
         self._containers: list[_Container] = []
@@ -94,6 +97,8 @@ class ReachableState:
         for expression, module in modules.items():
             self._attributes(expression, module, MODULE_ATTRIBUTES)
         self._add("loss", loss)
+        for name, value in objects.items():
+            self._add(f"scope({name!r})", value)
 
     def add_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
         """Adds the globals in ``scope`` that ``code`` names. Of modules and classes among them, also adds the
@@ -196,7 +201,7 @@ class ReachableState:
             for part in ("func", "args", "keywords"):
                 self._add(f"{expression}.{part}", getattr(value, part))
         else:
-            self.reads.add(Read(expression, "type"))
+            self.reads.add(Read(expression, "type" if hasattr(value, "__dict__") else "value"))
             if not is_versioned_class(type(value)) or isinstance(value, SimpleNamespace | nn.Module):
                 self._attributes(expression, value)
 

@@ -94,7 +94,7 @@ class Run:
         self._needed = [x.requires_grad for x in fakes.values()]
         self.codes: dict[CodeType, None] = {}  # code of the user's functions that ran, as an ordered set
         # Of the copy that runs, to restore; of the user's model, for guards.
-        self._state, self._reads = ReachableState(root.model, loss), ReachableState(template, loss)
+        self._state, self._reads = (ReachableState(model, loss, root.objects) for model in (root.model, template))
         self._modules: list[str] = []  # paths of the modules that are running, the innermost last
         self._regions = count()  # numbers of checkpoint regions, from 0 in each run
         with self._recording_origins():

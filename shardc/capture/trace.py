@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,8 @@ from shardc.capture.side_effects import (
 from shardc.capture.written_out import write_out
 from shardc.errors import CaptureError, InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
-from shardc.ir.guards import GRAD_MODE, Constant, Read, Reads
+from shardc.ir.code import is_plain
+from shardc.ir.guards import GRAD_MODE, Constant, Read, Reads, argument_scope
 from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.returned import Memory, Returned, returned
@@ -123,6 +125,14 @@ class _Root(nn.Module):
         self._places = [at for at, x in enumerate(flat) if isinstance(x, Tensor)]
         self._loss = None if loss is None else (loss,)  # in a tuple: its tensors are not the model's
         self._extra = 0 if loss is None else loss_arity(loss)  # how many of the last args are the loss's
+
+    @property
+    def objects(self) -> dict[str, object]:
+        """The arguments with parts that may change (functions, objects, modules), by their `argument_scope`. Each call
+        of the program has the same objects.
+        """
+        flat = enumerate(self._flat)
+        return {argument_scope(at): x for at, x in flat if not is_plain(x) or isinstance(x, Enum)}
 
     def forward(self, *tensors: Tensor) -> PyTree:
         """Return the outputs of `run`, each tensor marked by a tag op. A tensor that is returned twice is detached the
@@ -435,7 +445,7 @@ class _ByDynamo:
         sets, and without gradients; None leaves that out.
         """
         model, loss = self._root.model, self._loss
-        reads = reads_of(self._output, model, loss, self._states, self._graph_inputs)
+        reads = reads_of(self._output, model, loss, self._states, self._graph_inputs, self._root.objects)
         # What forward both reads and changes must compute the same in later calls.
         changes = expressed(self._output, self._changes, reads)
         reads = changed_reads(changes, reads, model, loss, self._codes, retrace or (lambda _: None))

@@ -9,6 +9,7 @@ import dis
 import enum
 import hashlib
 import os
+import pickle
 import sys
 import sysconfig
 import traceback
@@ -18,6 +19,7 @@ from functools import _lru_cache_wrapper, cache, cached_property, partial, parti
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,6 +183,8 @@ def text_of(value: object) -> str:
         return plain_text(value)
     if isinstance(value, Tensor):
         return tensor_text(value)
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)} sha256 {digest(repr(value.tolist()))}"
     if isinstance(value, type):
         return qualified_name(value)
     if isinstance(value, types.ModuleType):
@@ -193,7 +197,22 @@ def text_of(value: object) -> str:
         return f"{qualified_name(type(value))}({', '.join(map(text_of, value))})"
     if isinstance(value, (set, frozenset)):
         return f"{qualified_name(type(value))}({', '.join(sorted(map(text_of, value)))})"
-    return qualified_name(value) if hasattr(value, "__qualname__") else qualified_name(type(value))
+    if hasattr(value, "__qualname__"):
+        return qualified_name(value)
+    return qualified_name(type(value)) + _arguments(value)
+
+
+def _arguments(value: object) -> str:
+    """Return, as text, the arguments with which a copy of ``value`` would be made, if it has no attributes of its own:
+    these are the content of an object of a class written in C, such as a compiled pattern.
+    """
+    if hasattr(value, "__dict__"):
+        return ""
+    try:
+        _, arguments, *_ = value.__reduce_ex__(2)
+    except Exception:  # it cannot be copied
+        return ""
+    return f"({', '.join(map(text_of, arguments))})" if isinstance(arguments, tuple) else ""
 
 
 def is_plain(value: object) -> bool:
@@ -207,11 +226,40 @@ _PLAIN = (
 )  # fmt: skip
 
 
+class Identity:
+    """Key that equals only the key of the same object, which it keeps alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+# Classes whose values equal only themselves in all that code can tell, or are equal if their parts are the same.
+_EXACT = frozenset({bool, int, str, bytes, type(None), types.MethodType, types.BuiltinFunctionType})
+
+
 def constant_key(value: object) -> tuple[object, object]:
-    """Return the type of ``value`` and what equals for equal constants of that type only: a number that is not an
-    integer is text, since 0.0 == -0.0 and NaN != NaN.
+    """Return the type of ``value`` and what equals for constants of that type only that code cannot tell apart.
+
+    A class may call values equal that differ (0.0 == -0.0, ``range(0) == range(0, 0, 2)``), or a value unequal to
+    itself (NaN). Its values are compared by their pickles, or by identity if they cannot be pickled.
     """
-    return type(value), repr(value) if isinstance(value, float | complex) else value
+    kind = type(value)
+    if kind in (float, complex):
+        return kind, repr(value)
+    if kind in _EXACT or kind.__eq__ is object.__eq__:
+        return kind, value
+    if isinstance(value, type):  # a pickle has the name only
+        return kind, Identity(value)
+    try:
+        return kind, pickle.dumps(value)
+    except Exception:  # whatever the class raises
+        return kind, Identity(value)
 
 
 def plain_text(value: object) -> str:

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from operator import attrgetter
 from types import CodeType
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import nn
@@ -108,6 +109,8 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "getattr": getattr,
     "object.__getattribute__": getattr,
     "same": lambda x, y: x is y,
+    "ref": lambda x: _referent(x),
+    "___from_numpy": lambda x: x,  # Dynamo's: the tensor of an array or scalar of NumPy
     "dict.__getitem__": lambda x, key: x[key],
     "list.__getitem__": lambda x, key: x[key],
     **{name: partial(state, name) for name in STATES},
@@ -143,7 +146,8 @@ class Reads:
 
     Args:
         entries: the reads.
-        scopes: name in expressions -> globals of functions whose module cannot be imported.
+        scopes: name in expressions -> globals of functions whose module cannot be imported; an argument of the call
+            (`argument_scope`).
         traced: (hash, name and place) of the user's code that was traced.
         sets: (expression, constant) of attributes that the first call sets without effect on the capture.
         unseen: whether the capture may depend on values that are not among the reads: its program is not stored.
@@ -235,12 +239,17 @@ class Guards:
         return [*reads, *(name for name in names if now.reached.get(name) != self.reached.get(name))]
 
 
+def argument_scope(at: int) -> str:
+    """Return the name in `Reads.scopes` of the argument of a call that is leaf ``at`` of ``(args, kwargs)``."""
+    return f"argument{at}"
+
+
 class Lookup:
     """Evaluates the expressions of reads (``model.layer.scale``), each common prefix once.
 
     Args:
         model, loss: values of the names ``model`` and ``loss``.
-        scopes: globals by name, as in `Reads`.
+        scopes: globals and arguments by name, as in `Reads`.
     """
 
     def __init__(self, model: nn.Module, loss: object = None, scopes: Mapping[str, object] | None = None) -> None:
@@ -326,6 +335,8 @@ def _path(node: ast.expr) -> Path:
     function = ast.unparse(node.func)
     if function in ("module", "scope"):
         return function, ast.literal_eval(node.args[0])
+    if not node.args and function not in _FUNCTIONS:
+        return "call", "ref", _path(node.func)
     args = [_path(arg) for arg in node.args]
     return ("attribute", args[0], args[1][1]) if function == "getattr" else ("call", function, *args)
 
@@ -335,6 +346,13 @@ def _items(x: object) -> list[object]:
     if not isinstance(x, (dict, list, tuple, set, frozenset, KeysView)):
         raise TypeError(x)
     return list(x)
+
+
+def _referent(x: object) -> object:
+    """Return what a weak reference refers to. TypeError for any other object."""
+    if not isinstance(x, ref):
+        raise TypeError(x)
+    return x()
 
 
 def hooks_of(model: nn.Module) -> list[str]:

@@ -121,6 +121,7 @@ class IdentityGuards:
         self._missing_keys: dict[tuple[int, object], tuple[Mapping[Any, object], object]] = {}
         self._rows: dict[int, tuple[Any, tuple[object, ...]]] = {}  # id of a container -> it, its elements
         self._tensors: list[tuple[Tensor, int]] = []  # with their version counters
+        self._memories: list[tuple[Any, bytes]] = []  # objects that can be written in place, with their memory
         self._rest: list[tuple[object, str, object]] = []  # object, attribute, value
         # Functions of torch that return its state, with arguments and result.
         self._states: list[tuple[Callable[..., object], list[object], object]] = []
@@ -155,6 +156,7 @@ class IdentityGuards:
                 len(row) == len(container) and all(map(is_, row, container)) for container, row in self._rows.values()
             )
             and all(tensor._version == version for tensor, version in self._tensors)
+            and all(_memory(value) == memory for value, memory in self._memories)
             # Attributes that only `getattr` finds, such as those of a class.
             and all(_same(getattr(owner, name, GONE), value) for owner, name, value in self._rest)
             and all(state(*args) == before for state, args, before in self._states)
@@ -181,6 +183,8 @@ class IdentityGuards:
             self._guard_attribute(value, str(read.key))
         elif isinstance(value, Tensor) and not value.is_inference():  # its values, which a write in place changes
             self._tensors.append((value, value._version))
+        elif (memory := _memory(value)) is not None:
+            self._memories.append((value, memory))
 
     def _guard_path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
         """Adds a guard for each attribute, item and call in the expression ``path``, then adds ``path`` to ``seen``.
@@ -229,6 +233,17 @@ class IdentityGuards:
         # Of a module, `Reach` compares the class, and the snapshot what else `getattr` searches (parameters, ...).
         if of_class and not isinstance(owner, nn.Module):
             self._rest.append((owner, name, getattr(owner, name, GONE)))
+
+
+def _memory(value: object) -> bytes | None:
+    """Return the content of a NumPy array, a bytearray or the like; None for an object whose memory cannot be written
+    through Python's buffer protocol.
+    """
+    try:
+        with memoryview(value) as view:  # type: ignore[arg-type]
+            return None if view.readonly else view.tobytes()
+    except TypeError:
+        return None
 
 
 def _same(left: object, right: object) -> bool:

@@ -141,7 +141,7 @@ class Constant:
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", constant_key(self.value)[1])
+        object.__setattr__(self, "key", constant_key(self.value))
 
     def __str__(self) -> str:
         return repr(self.value)
