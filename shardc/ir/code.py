@@ -209,10 +209,11 @@ def _arguments(value: object) -> str:
     if hasattr(value, "__dict__"):
         return ""
     try:
-        _, arguments, *_ = value.__reduce_ex__(2)
+        reduced = value.__reduce_ex__(2)
     except Exception:  # it cannot be copied
         return ""
-    return f"({', '.join(map(text_of, arguments))})" if isinstance(arguments, tuple) else ""
+    # A text is the name of a global that the copy would be.
+    return f"({', '.join(map(text_of, reduced[1]))})" if isinstance(reduced, tuple) else ""
 
 
 def is_plain(value: object) -> bool:
