@@ -244,6 +244,8 @@ def _memory(value: object) -> bytes | None:
             return None if view.readonly else view.tobytes()
     except TypeError:
         return None
+    except (ValueError, BufferError):  # NumPy exports no buffer of dates; a buffer that was released has no content
+        return value.tobytes() if type(value).__module__ == "numpy" else None  # type: ignore[attr-defined]
 
 
 def _same(left: object, right: object) -> bool:

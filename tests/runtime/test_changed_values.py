@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardc
 from shardc.errors import CaptureError
+from shardc.runtime.identity_guards import _memory
 
 
 class Config:
@@ -209,3 +210,11 @@ def test_an_array_that_is_written(alone: DeviceMesh) -> None:
         model.value[0] = value
         assert_same(module(x), model(x))
     assert len(module.shardc.programs) == 3
+
+
+def test_memory_of_an_array_of_dates() -> None:
+    days = np.array(["2020-01-01"], dtype="datetime64[D]")
+    before = _memory(days)
+    days += 1
+    assert before is not None and _memory(days) != before
+    assert _memory("text") is None and _memory(1.5) is None
