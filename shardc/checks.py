@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardc._compat import pytree
+from shardc._compat import FakeTensor, is_wrapper, pytree
 from shardc.capture.dynamo_reads import OF_LOSS
 from shardc.errors import InputError, PrecompiledError, ShardcWarning
 from shardc.ir.code import calling_line
@@ -194,21 +193,22 @@ def _check_memory(model: nn.Module) -> None:
 
     Tensors with gaps between their elements are left out.
     """
-    ranges: list[tuple[int, int, str, bool]] = []  # addresses, name, whether it is trained
+    ranges: list[tuple[str, int, int, str, bool]] = []  # device, addresses, name, whether it is trained
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in named:
-            if x.is_meta or isinstance(x, DTensor) or is_traceable_wrapper_subclass(x):
-                continue
+            if x.is_meta or is_wrapper(x) or isinstance(x.data, FakeTensor | DTensor):
+                continue  # it has no memory of its own
             start, end = range_of(x)
             if start < end and end - start == x.numel() * x.itemsize:
-                ranges.append((start, end, f"{kind} {name!r}", x.requires_grad))
-    before: list[tuple[int, int, str, bool]] = []  # ranges that reach to the present one
-    for start, end, name, trained in sorted(ranges, key=lambda x: (x[0], -x[1])):  # the longer of two first
-        before = [other for other in before if other[1] > start]
-        for _, _, other, other_trained in before:
+                ranges.append((str(x.device), start, end, f"{kind} {name!r}", x.requires_grad))
+    before: list[tuple[str, int, int, str, bool]] = []  # ranges that reach to the present one
+    for entry in sorted(ranges, key=lambda x: (x[0], x[1], -x[2])):  # the longer of two first
+        device, start, _, name, trained = entry
+        before = [other for other in before if other[0] == device and other[2] > start]
+        for *_, other, other_trained in before:
             what = f"{other} and {name} share memory and are two tensors, which a compiled module has apart"
             if trained or other_trained:
                 fix = "tie them by giving both modules one nn.Parameter, or clone() one; transpose it in forward"
                 raise InputError(what, source=calling_line(), fix=fix)
             warnings.warn(ShardcWarning(f"{what}: a change of one does not reach the other"), stacklevel=7)
-        before.append((start, end, name, trained))
+        before.append(entry)
