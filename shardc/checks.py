@@ -196,7 +196,7 @@ def _check_memory(model: nn.Module) -> None:
     ranges: list[tuple[str, int, int, str, bool]] = []  # device, addresses, name, whether it is trained
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in named:
-            if x.is_meta or is_wrapper(x) or isinstance(x.data, FakeTensor | DTensor):
+            if x.is_meta or is_wrapper(x) or isinstance(x, FakeTensor | DTensor):
                 continue  # it has no memory of its own
             start, end = range_of(x)
             if start < end and end - start == x.numel() * x.itemsize:
