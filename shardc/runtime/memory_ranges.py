@@ -20,8 +20,9 @@ class MemoryRanges:
         # Addresses of ranges in ascending order, which do not overlap.
         self._starts: list[int] = []
         self._ends: list[int] = []
-        for x in tensors:
-            self._add(*range_of(x))
+        # In order, most are behind the last; the time is that of each backward, for all of its parameters.
+        for start, end in sorted(map(range_of, tensors)):
+            self._add(start, end)
 
     def unaliased(self, x: Tensor) -> Tensor:
         """Returns ``x`` and adds its memory. Returns a copy if some of its memory is in a range, or is that of several
@@ -30,7 +31,7 @@ class MemoryRanges:
         start, end = range_of(x)
         at = bisect_right(self._ends, start)  # the first range that ends after `start`
         shared = at < len(self._starts) and self._starts[at] < end
-        if start < end and (shared or end - start < x.numel() * x.itemsize):
+        if start < end and (shared or end - start < x.nbytes):
             return x.clone()
         self._add(start, end)
         return x
@@ -38,6 +39,10 @@ class MemoryRanges:
     def _add(self, start: int, end: int) -> None:
         """Adds a range of addresses, joined with those that it overlaps."""
         if start == end:
+            return
+        if not self._ends or start >= self._ends[-1]:
+            self._starts.append(start)
+            self._ends.append(end)
             return
         low, high = bisect_right(self._ends, start), bisect_left(self._starts, end)
         if low < high:
@@ -49,6 +54,6 @@ def range_of(x: Tensor) -> tuple[int, int]:
     """Returns the addresses of the first byte of ``x`` and of that after its last one; equal if it has no elements."""
     start = x.data_ptr()
     if x.is_contiguous() or not x.numel():
-        return start, start + x.numel() * x.itemsize
+        return start, start + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return start, start + (last + 1) * x.itemsize
